@@ -18,7 +18,6 @@ from megaverl.config.roles import (
     GridConfig,
     PlacementConfig,
     RolloutConfig,
-    TrainedConfig,
 )
 from megaverl.config.rollout_and_draft import read_draft
 from megaverl.config.schema import Config
@@ -37,7 +36,6 @@ from megaverl.distributed.placement_resolver import (
 from megaverl.sharding.model_spec import (
     ModelSpec,
     misfits,
-    no_adapters,
     why_not_in_transformers,
     why_not_in_vllm,
     why_not_quantised,
@@ -441,13 +439,6 @@ def _against_model(
     if why := why_rows_not_cut(spec, grid.cp):
         yield ConfigIssue(
             f"{role}.cp", f"found {grid.cp}, and {why}.", involves=("model.path",)
-        )
-    has_adapters = isinstance(grid, TrainedConfig) and grid.lora is not None
-    if has_adapters and (reason := no_adapters(spec, grid.tp)):
-        yield ConfigIssue(
-            f"{role}.lora",
-            f"is set, and {reason}",
-            involves=("model.path", f"{role}.tp"),
         )
     stages = grid.pp * (grid.vpp or 1)
     if spec.num_layers % stages and not any(

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 from megaverl.config.megatron_defaults import ddp_defaults
-from megaverl.models.lora import ADAPTER, LowRank, adapter_names, factor_layout
+from megaverl.models.lora import ADAPTER, LowRank, trained_factors
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout
 
@@ -292,7 +292,7 @@ def adapters_of(
         layout: layout of the base weights on the rank.
         trained: names of base weights that are trained in full beside the adapters.
     """
-    factors = factor_layout(layout, adapters, adapter_names).local_shapes
+    factors = trained_factors(layout, adapters).local_shapes
     whole_ones = {
         piece.local: layout.local_shapes[piece.local]
         for piece in layout.pieces

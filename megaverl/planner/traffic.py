@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from operator import attrgetter
 
-from megaverl.models.lora import adapter_names, with_factors
+from megaverl.models.lora import with_landed_factors, with_trained_factors
 from megaverl.planner.job import Machine, PlannedJob
 from megaverl.sharding.boxes import carry, intersect
 from megaverl.sharding.deltas import AUTO_ITEMSIZE
@@ -228,8 +228,8 @@ def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], La
         )
     if adapters := job.actor.adapters:
         source, dest = (
-            with_factors(source, adapters, adapter_names),
-            with_factors(dest, adapters),
+            with_trained_factors(source, adapters),
+            with_landed_factors(dest, adapters),
         )
     return source, dest
 

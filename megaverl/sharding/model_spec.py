@@ -1043,16 +1043,6 @@ def why_rows_not_cut(spec: ModelSpec, cp: int) -> str:
     return f"images of {spec.architecture} are not cut over ranks. Use cp=1"
 
 
-def no_adapters(spec: ModelSpec, tp: int) -> str:
-    """Return why a model cannot have low-rank adapters with this `tp`, or "" if it can."""
-    if not shares_kv_heads(spec, tp):
-        return ""
-    return (
-        f"tp={tp} is more than the model's {spec.num_kv_heads} key-value heads: some ranks then hold no row of a "
-        "projection, and adapters cannot follow. Lower tp, or leave lora out."
-    )
-
-
 def misfits(
     spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool = False
 ) -> list[Misfit]:

@@ -60,7 +60,6 @@ from megaverl.platform.batch_invariant import batch_invariant
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import (
     ModelSpec,
-    no_adapters,
     why_not_quantised,
     why_rows_not_cut,
 )
@@ -166,8 +165,6 @@ class MegatronModel(TrainingModel):
         beside_logits = options.beside_logits
         # Checked before the model is built, so that a wrong grid costs no time.
         check_divides(spec, grid.shape, role)
-        if lora is not None and (reason := no_adapters(spec, grid.shape.tp)):
-            raise ModelError(f"{role}.lora: {reason}")
         if options.fake_quantization and (reason := why_not_quantised(spec)):
             raise ModelError(f"{role}.fake_quantization: {reason}.")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head

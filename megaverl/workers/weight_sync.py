@@ -22,9 +22,9 @@ from megaverl.models.build import layouts_of
 from megaverl.models.hf_shards import module_without_data, sharded_weights, tensor_cuts
 from megaverl.models.lora import (
     LowRank,
-    adapter_names,
     low_ranks,
-    with_factors,
+    with_landed_factors,
+    with_trained_factors,
     written_to,
 )
 from megaverl.models.lora.adapter_set import Merge
@@ -121,7 +121,7 @@ class ActorWeights:
         adapters = low_ranks(weights, lora.targets, lora.rank, "actor.lora")
         return replace(
             held,
-            layout_of=with_factors(layout_of, adapters, adapter_names),
+            layout_of=with_trained_factors(layout_of, adapters),
             low_ranks=adapters,
             scaling=lora.alpha / lora.rank,
             factors={},
@@ -161,7 +161,7 @@ class ActorWeights:
         """Return the layouts of actor and engines, with the factors of adapters, which the engines merge."""
         if self.low_ranks is None:
             return self.layout_of, layout_of
-        return self.layout_of, with_factors(layout_of, self.low_ranks)
+        return self.layout_of, with_landed_factors(layout_of, self.low_ranks)
 
     def plan(
         self,

@@ -13,10 +13,10 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.lora import (
-    LowRank,
     factor_weights,
     low_ranks,
-    with_factors,
+    with_landed_factors,
+    with_trained_factors,
 )
 from megaverl.models.lora.adapter_set import Merge, add_product
 from megaverl.models.tiny import FAMILIES, make_tiny_folder, make_tiny_vision_folder
@@ -47,10 +47,18 @@ def cut(layout: Layout, full: Tensors) -> Tensors:
     return local
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
-    """From TP2 x PP2: factors are global arrays like others, so that one plan brings them and the weights."""
+@pytest.mark.parametrize(
+    ("architecture", "grid", "tp"),
+    [
+        *((name, {"tp": 2, "pp": 2}, tp) for name in ARCHITECTURES for tp in (1, 2)),
+        # More ranks than key-value heads: some hold no row of k_proj.
+        ("LlamaForCausalLM", {"tp": 4}, 2),
+    ],
+)
+def test_merged_in_the_layout_of_the_engine(
+    architecture: str, grid: dict[str, int], tp: int
+) -> None:
+    """Factors are global arrays like others, so that one plan brings them and the weights."""
     spec = make_spec(architecture)
     weights = weights_of(spec)
     adapters = low_ranks(weights, "all-linear", RANK, "actor.lora")
@@ -59,15 +67,11 @@ def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
         w.name: torch.randn(w.shape, generator=generator)
         for w in (*weights, *factor_weights(adapters))
     }
-    grid = GridShape(tp=2, pp=2, **expert_tp(architecture))
-    megatron = megatron_layouts(weights, spec, grid, padded_vocab_size=64)
-
-    def names(adapter: LowRank, local: str) -> tuple[str, str]:
-        return f"{local}.{adapter.projection}.a", f"{local}.{adapter.projection}.b"
-
-    source = with_factors(megatron, adapters, names)
+    shape = GridShape(**grid, **expert_tp(architecture))
+    megatron = megatron_layouts(weights, spec, shape, padded_vocab_size=64)
+    source = with_trained_factors(megatron, adapters)
     engine: Callable[[int], Layout] = vllm_layouts(weights, spec, tp)
-    dest = with_factors(engine, adapters)
+    dest = with_landed_factors(engine, adapters)
     plans = make_plans(source, dest, 4)
     held = [viewed(source(rank), cut(source(rank), full)) for rank in range(4)]
     for rank in range(4):
@@ -121,7 +125,7 @@ def test_merged_into_parts_that_an_engine_holds_twice_or_apart() -> None:
         merge = Merge(
             layout, {weight.name: adapter}, SCALING, torch.float32, torch.device("cpu")
         )
-        factors = with_factors(
+        factors = with_landed_factors(
             lambda rank, layout=layout: layout, {weight.name: adapter}
         )(0)
         merge.factors.update(

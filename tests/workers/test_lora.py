@@ -19,6 +19,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dp4": {"dp": 4},
     "tp2 dp2": {"tp": 2, "dp": 2},
     "tp2 pp2": {"tp": 2, "pp": 2},
+    # More ranks than the model's two key-value heads: some hold no row of k_proj.
+    "tp4": {"tp": 4},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2, "dp": 2},
 }
 FSDP: dict[str, dict[str, Any]] = {
@@ -110,7 +112,11 @@ def test_same_update_on_every_grid(
     if not role:
         found |= updated(launch, folder, tmp_path, FSDP, **given)
     found |= updated(
-        launch, folder, tmp_path, {"sequence parallel": SHAPES["tp2 pp2"]}, **parallel
+        launch,
+        folder,
+        tmp_path,
+        {"sequence parallel": SHAPES["tp2 pp2"], "tp4, the same": SHAPES["tp4"]},
+        **parallel,
     )
     for grid, (metrics, adapter) in found.items():
         for name, value in expected_metrics.items():

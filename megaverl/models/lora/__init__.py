@@ -8,23 +8,23 @@ what they train.
 from megaverl.models.lora.low_rank import (
     ADAPTER,
     LowRank,
-    adapter_names,
-    factor_layout,
     factor_weights,
     follow,
     low_ranks,
-    with_factors,
+    trained_factors,
+    with_landed_factors,
+    with_trained_factors,
     written_to,
 )
 
 __all__ = [
     "ADAPTER",
     "LowRank",
-    "adapter_names",
-    "factor_layout",
     "factor_weights",
     "follow",
     "low_ranks",
-    "with_factors",
+    "trained_factors",
+    "with_landed_factors",
+    "with_trained_factors",
     "written_to",
 ]

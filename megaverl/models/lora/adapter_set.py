@@ -30,11 +30,10 @@ from megaverl.models.lora.low_rank import (
     PEFT_PREFIX,
     Layouts,
     LowRank,
-    factor_layout,
     factor_weights,
     held_columns,
     held_rows,
-    names_of_factors,
+    landed_factors,
     written_to,
 )
 from megaverl.outside import read_json_file
@@ -187,7 +186,7 @@ class Merge:
             for key, adapter in adapters.items()
             for name in (key, adapter.a, adapter.b)
         )
-        all_factors = factor_layout(layout, adapters, names_of_factors)
+        all_factors = landed_factors(layout, adapters)
         self.factors = {
             name: torch.zeros(shape, dtype=dtype, device=device)
             for name, shape in all_factors.local_shapes.items()
@@ -198,7 +197,10 @@ class Merge:
             if name in adapters
         }
         self._rows = {name: held_rows(pieces) for name, pieces in held.items()}
-        self._columns = {name: held_columns(pieces) for name, pieces in held.items()}
+        self._columns = {
+            name: held_columns(adapters[name].weight, pieces)
+            for name, pieces in held.items()
+        }
         # Pieces of the destination, each of which gets the product of its own rows and
         # columns.
         self._pieces = [piece for piece in layout.pieces if piece.tensor in adapters]

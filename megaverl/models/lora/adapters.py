@@ -43,13 +43,13 @@ from megaverl.models.lora.low_rank import (
     HeldRows,
     Layouts,
     LowRank,
-    adapter_names,
-    factor_layout,
     follow,
     held_columns,
     held_rows,
     low_ranks,
-    with_factors,
+    parameter_beside,
+    trained_factors,
+    with_trained_factors,
 )
 from megaverl.platform import platform
 from megaverl.sharding.boxes import whole
@@ -125,6 +125,7 @@ class Adapter(nn.Module):
         is_column = self.split not in (Split.ROW, Split.REPLICATED)
         # With sequence parallelism a whole factor sees only a part of the sequence, so
         # its gradient must be summed.
+        # A rank without a row of a projection has its A alone.
         for low_rank, _, rows, columns in parts:
             a = initial_factor(low_rank, seed)[:, columns.start : columns.stop]
             b = torch.zeros(rows.number, lora.rank)
@@ -132,6 +133,8 @@ class Adapter(nn.Module):
                 (self.lora_A, a, is_row),
                 (self.lora_B, b, is_column),
             ):
+                if not len(values):
+                    continue
                 # A copy: `to` could return a view of the factor, whose other part
                 # belongs to another rank.
                 parameter = nn.Parameter(
@@ -201,7 +204,12 @@ class Adapter(nn.Module):
     def _rows(self) -> torch.Tensor:
         """Return the combined B, [rows, rank * projections]. Each row reads its own projection's part of A x."""
         # Block-diagonal: every projection reads its own `rank` numbers.
-        rows: torch.Tensor = torch.block_diag(*self.lora_B.values())
+        rows: torch.Tensor = torch.block_diag(
+            *(
+                self.lora_B[name] if name in self.lora_B else a.new_zeros(0, len(a))
+                for name, a in self.lora_A.items()
+            )
+        )
         if self.order is None:
             return rows
         # Some projections of the fused layer have no adapter.
@@ -307,11 +315,11 @@ class Adapters(AdapterSet):
 
     def beside(self, layouts: Layouts) -> Layouts:
         """Return layouts of the model's weights, each extended by the factors beside them."""
-        return with_factors(layouts, self.low_ranks, adapter_names)
+        return with_trained_factors(layouts, self.low_ranks)
 
     def _layout(self, layout: Layout) -> Layout:
         """Return the layout of everything that is trained on a rank with `layout` of the weights."""
-        factors = factor_layout(layout, self.low_ranks, adapter_names)
+        factors = trained_factors(layout, self.low_ranks)
         more = tuple(piece for piece in layout.pieces if piece.tensor in self.trained)
         return Layout(
             factors.pieces + more,
@@ -330,18 +338,15 @@ class Adapters(AdapterSet):
     ) -> None:
         """Create the adapters of this rank's layers and register their hooks."""
         by_layer: dict[str, list[AdaptedProjection]] = {}
-        # In the order of the layout, so that fused projections keep their order.
-        for name, pieces in layout.by_tensor.items():
-            if name in self.low_ranks:
-                part = AdaptedProjection(
-                    self.low_ranks[name],
-                    pieces,
-                    held_rows(pieces),
-                    held_columns(pieces),
-                )
-                by_layer.setdefault(pieces[0].local.removesuffix(".weight"), []).append(
-                    part
-                )
+        # In the order of the table, so that fused projections keep their order.
+        for name, low_rank in self.low_ranks.items():
+            local = parameter_beside(low_rank, layout)
+            if local is None:
+                continue
+            pieces = layout.by_tensor.get(name, [])
+            columns = held_columns(low_rank.weight, pieces)
+            part = AdaptedProjection(low_rank, pieces, held_rows(pieces), columns)
+            by_layer.setdefault(local.removesuffix(".weight"), []).append(part)
         for name, parts in by_layer.items():
             layer = _layer(chunks, name)
             rows = layout.local_shapes[f"{name}.weight"][0]

@@ -36,11 +36,13 @@ class LowRank(NamedTuple):
         weight: the adapted weight, a matrix.
         rank: rank of the factors A [rank, columns] and B [rows, rank].
         module: transformers' module that the weight belongs to, after which peft names the factors.
+        fused: names of all weights in the same layer of Megatron, with an adapter or without.
     """
 
     weight: Weight
     rank: int
     module: str
+    fused: tuple[str, ...]
 
     @property
     def a(self) -> str:
@@ -108,8 +110,15 @@ def low_ranks(
         raise ModelError(
             f"{key}.rank={rank} is more than the smallest side of a target, {widest}: lower it."
         )
+    by_layer: dict[tuple[object, str], list[str]] = {}
+    for weight in weights:
+        layer = by_layer.setdefault((weight.stage, weight.megatron), [])
+        layer.append(weight.name)
     return {
-        weight.name: LowRank(weight, rank, module) for module, weight in chosen.items()
+        weight.name: LowRank(
+            weight, rank, module, tuple(by_layer[weight.stage, weight.megatron])
+        )
+        for module, weight in chosen.items()
     }
 
 
@@ -203,8 +212,10 @@ def held_rows(pieces: Iterable[Piece]) -> HeldRows:
     return HeldRows(tuple(joined))
 
 
-def held_columns(pieces: Sequence[Piece]) -> range:
-    """Return the smallest range around the columns of the pieces of a weight."""
+def held_columns(weight: Weight, pieces: Sequence[Piece]) -> range:
+    """Return the smallest range around the columns of a weight's pieces: all columns if there are none."""
+    if not pieces:
+        return range(weight.shape[1])
     return range(
         min(piece.box.start[1] for piece in pieces),
         max(piece.box.stop[1] for piece in pieces),
@@ -221,41 +232,87 @@ def adapter_names(low_rank: LowRank, local: str) -> tuple[str, str]:
 
 
 Layouts = Callable[[int], Layout]
-Naming = Callable[[LowRank, str], tuple[str, str]]
 
 
-def factor_layout(
-    layout: Layout, adapters: Mapping[str, LowRank], local_names: Naming
-) -> Layout:
-    """Return the layout of the factors for a rank that holds `layout` of the weights.
+def parameter_beside(adapter: LowRank, layout: Layout) -> str | None:
+    """Return the local parameter of Megatron that an adapter belongs to; None if this rank has no part of its layer.
 
-    The rank holds the rows of B that its pieces of a weight have, and the columns of A.
+    With fewer key-value heads than tensor-parallel ranks, a rank may have rows of other
+    projections in it only.
+    """
+    for name in adapter.fused:
+        if name in layout.by_tensor:
+            return layout.by_tensor[name][0].local
+    return None
+
+
+def trained_factors(layout: Layout, adapters: Mapping[str, LowRank]) -> Layout:
+    """Return the layout of the factors on a rank that trains them beside `layout` of Megatron's weights.
+
+    A rank with a part of a layer has A of all the layer's projections, because
+    tensor-parallel ranks compute A x together.
+    """
+    return _factor_layout(
+        _HeldFactors(
+            adapter, layout.by_tensor.get(name, []), *adapter_names(adapter, local)
+        )
+        for name, adapter in adapters.items()
+        if (local := parameter_beside(adapter, layout)) is not None
+    )
+
+
+def landed_factors(layout: Layout, adapters: Mapping[str, LowRank]) -> Layout:
+    """Return the layout of the factors on a rank of an engine that merges them into `layout` of its weights.
+
+    Their local names are the global ones, which no engine's parameter has.
+    """
+    return _factor_layout(
+        _HeldFactors(adapter, pieces, adapter.a, adapter.b)
+        for name, pieces in layout.by_tensor.items()
+        if (adapter := adapters.get(name)) is not None
+    )
+
+
+class _HeldFactors(NamedTuple):
+    """Factors of one adapter on a rank.
+
+    Attributes:
+        pieces: pieces of the weight on the rank; none if it has A alone.
+        local_a, local_b: names of the local tensors.
+    """
+
+    adapter: LowRank
+    pieces: Sequence[Piece]
+    local_a: str
+    local_b: str
+
+
+def _factor_layout(held: Iterable[_HeldFactors]) -> Layout:
+    """Return the layout of the columns of A and the rows of B that belong to the pieces of weights.
+
     Pieces may be apart, as in a projection that files hold fused with others. A piece
     may also be held twice, if vLLM computes from a weight that it copies as well.
-
-    Args:
-        local_names: (adapter, the weight's local tensor) -> names of the local tensors of A and B.
     """
     pieces: list[Piece] = []
     local_shapes: dict[str, tuple[int, ...]] = {}
     global_shapes: dict[str, tuple[int, ...]] = {}
-    for name, weight_pieces in layout.by_tensor.items():
-        adapter = adapters.get(name)
-        if adapter is None:
-            continue
+    for adapter, weight_pieces, local_a, local_b in held:
         rank = adapter.rank
-        rows, columns = held_rows(weight_pieces), held_columns(weight_pieces)
-        local_a, local_b = local_names(adapter, weight_pieces[0].local)
+        rows = held_rows(weight_pieces)
+        columns = held_columns(adapter.weight, weight_pieces)
         local_shapes[local_a] = (rank, len(columns))
-        local_shapes[local_b] = (rows.number, rank)
+        global_shapes[adapter.a] = adapter.shapes[adapter.a]
         box_of_a = Box((0, columns.start), (rank, columns.stop))
         pieces.append(Piece(adapter.a, box_of_a, local_a, whole(local_shapes[local_a])))
+        # An empty tensor is not listed.
+        if rows.number:
+            local_shapes[local_b] = (rows.number, rank)
+            global_shapes[adapter.b] = adapter.shapes[adapter.b]
         for part in rows.ranges:
             first = rows.position(part.start)
             box_of_b = Box((part.start, 0), (part.stop, rank))
             local_box = Box((first, 0), (first + len(part), rank))
             pieces.append(Piece(adapter.b, box_of_b, local_b, local_box))
-        global_shapes |= adapter.shapes
     return Layout(tuple(pieces), local_shapes, global_shapes)
 
 
@@ -278,25 +335,17 @@ def follow(
     return layout_of
 
 
-def names_of_factors(adapter: LowRank, local: str) -> tuple[str, str]:
-    """Return the global names of the factors.
-
-    At a destination they serve as local names, which no engine's parameter has.
-    """
-    return adapter.a, adapter.b
-
-
-def with_factors(
-    layouts: Layouts,
-    adapters: Mapping[str, LowRank],
-    local_names: Naming = names_of_factors,
-) -> Layouts:
-    """Return the layouts of weights, each extended by the factors that its rank needs."""
+def with_trained_factors(layouts: Layouts, adapters: Mapping[str, LowRank]) -> Layouts:
+    """Return the layouts of a trainer's weights, each extended by the factors that its rank trains."""
     return follow(
-        layouts,
-        lambda layout: join_layouts(
-            layout, factor_layout(layout, adapters, local_names)
-        ),
+        layouts, lambda layout: join_layouts(layout, trained_factors(layout, adapters))
+    )
+
+
+def with_landed_factors(layouts: Layouts, adapters: Mapping[str, LowRank]) -> Layouts:
+    """Return the layouts of an engine's weights, each extended by the factors that its rank merges."""
+    return follow(
+        layouts, lambda layout: join_layouts(layout, landed_factors(layout, adapters))
     )
 
 
