@@ -40,9 +40,9 @@ from megaverl.models.layers import sum_gradients
 from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
 from megaverl.models.lora.low_rank import (
     ADAPTER,
-    HeldRows,
     Layouts,
     LowRank,
+    StackedRows,
     follow,
     held_columns,
     held_rows,
@@ -79,7 +79,7 @@ class AdaptedProjection(NamedTuple):
 
     low_rank: LowRank
     pieces: Sequence[Piece]
-    rows: HeldRows
+    rows: StackedRows
     columns: range
 
 

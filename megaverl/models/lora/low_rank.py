@@ -177,7 +177,7 @@ def factor_weights(adapters: Mapping[str, LowRank]) -> list[Weight]:
     ]
 
 
-class HeldRows(NamedTuple):
+class StackedRows(NamedTuple):
     """Rows of a weight that a rank holds. Its part of B has them in the order of the file, without gaps.
 
     Attributes:
@@ -201,7 +201,7 @@ class HeldRows(NamedTuple):
         raise IndexError(row)
 
 
-def held_rows(pieces: Iterable[Piece]) -> HeldRows:
+def held_rows(pieces: Iterable[Piece]) -> StackedRows:
     """Return the rows that the pieces of a weight cover, which may be apart and may overlap."""
     joined: list[range] = []
     for start, stop in sorted((p.box.start[0], p.box.stop[0]) for p in pieces):
@@ -209,7 +209,7 @@ def held_rows(pieces: Iterable[Piece]) -> HeldRows:
             joined[-1] = range(joined[-1].start, max(stop, joined[-1].stop))
         else:
             joined.append(range(start, stop))
-    return HeldRows(tuple(joined))
+    return StackedRows(tuple(joined))
 
 
 def held_columns(weight: Weight, pieces: Sequence[Piece]) -> range:
