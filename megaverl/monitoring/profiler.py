@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config.watching import ProfileConfig, py_spy
-from megaverl.distributed.liveness import recorded_collectives
+from megaverl.distributed.flight_record import recorded_collectives
 from megaverl.errors import ConfigError, DataError
 from megaverl.monitoring.timeline import Timeline
 from megaverl.outside import MAX_TRACE_BYTES, read_json_file

@@ -32,9 +32,10 @@ from megaverl.config.grids import (
     used_roles,
 )
 from megaverl.controller.status_board import StatusBoard
+from megaverl.distributed.flight_record import write_flight_record
 from megaverl.distributed.heartbeat import Heartbeat, RankWatch
 from megaverl.distributed.job_context import JobContext, default_group_context, join
-from megaverl.distributed.liveness import Liveness, write_flight_record
+from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch._C import _distributed_c10d
 
-from megaverl.distributed import liveness
+from megaverl.distributed import flight_record
 from tests.launcher import Launcher
 
 NOW = 1_795_430_300_000_000_000  # nanoseconds
@@ -80,21 +80,21 @@ def test_the_first_that_is_not_over_is_named(monkeypatch: pytest.MonkeyPatch) ->
         "_dump_fr_trace_json",
         lambda: trace(entry(1, "scheduled", 9.0)),
     )
-    monkeypatch.setattr(liveness.time, "time_ns", lambda: NOW)
+    monkeypatch.setattr(flight_record.time, "time_ns", lambda: NOW)
     expected = "all_reduce 8 of the group megaverl(0, 1) (ranks [0, 1]), BFloat16 [4096, 1024], begun 312 s ago"
-    assert liveness.waits_in() == expected
+    assert flight_record.waits_in() == expected
     # Before the watchdog has looked at it.
     nccl = trace(entry(7, "completed", 400.0, retired=False))
-    assert liveness.waits_in().startswith("all_reduce 1 ")  # gloo's
+    assert flight_record.waits_in().startswith("all_reduce 1 ")  # gloo's
 
 
 def test_nothing_is_named_where_nothing_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", trace)
-    assert liveness.waits_in() == ""
+    assert flight_record.waits_in() == ""
     monkeypatch.delattr(_distributed_c10d, "_dump_fr_trace_json")
-    assert liveness.waits_in() == ""
+    assert flight_record.waits_in() == ""
 
 
 def test_messages_and_several_tensors_are_told_too() -> None:
@@ -106,13 +106,13 @@ def test_messages_and_several_tensors_are_told_too() -> None:
         is_p2p=True,
         process_group=["5", "undefined"],
     )
-    assert liveness.describe_collective(message, GROUPS, NOW).startswith(
+    assert flight_record.describe_collective(message, GROUPS, NOW).startswith(
         "send 0->1 4 of the group 5, BFloat16 [4096, "
     )
     many = entry(
         8, "scheduled", 2.0, input_sizes=[[3], [4]], input_dtypes=["Float", "Float"]
     )
-    assert liveness.describe_collective(many, {}, NOW).endswith(
+    assert flight_record.describe_collective(many, {}, NOW).endswith(
         "(0, 1), Float [3] and 1 more, queued 2 s ago"
     )
 
@@ -136,12 +136,12 @@ def test_torch_writes_into_the_runs_folder(
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    liveness.write_flight_record(tmp_path, "rollout on ranks 0-1")
+    flight_record.write_flight_record(tmp_path, "rollout on ranks 0-1")
     assert (
         os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
         == f"{tmp_path}/nccl_trace_rollout_on_ranks_0_1_rank_"
     )
-    liveness.write_flight_record(tmp_path / "other")
+    flight_record.write_flight_record(tmp_path / "other")
     assert os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(
         f"{tmp_path}/nccl_trace"
     )
@@ -182,15 +182,15 @@ def test_what_went_into_collectives_is_added_up_by_group(
         ((), "all_gather", 1, size),
         ((0, 1), "all_reduce", 2, size + 8 * 4 + 4),
     ]
-    assert liveness.recorded_collectives(begin) == (expected, True)
+    assert flight_record.recorded_collectives(begin) == (expected, True)
     monkeypatch.setattr(
         _distributed_c10d,
         "_dump_nccl_trace_json",
         lambda: trace(*entries[1:]),
         raising=False,
     )
-    assert liveness.recorded_collectives(begin) == (expected, False)
+    assert flight_record.recorded_collectives(begin) == (expected, False)
     monkeypatch.setattr(
         _distributed_c10d, "_dump_nccl_trace_json", trace, raising=False
     )
-    assert liveness.recorded_collectives(begin) == ([], True)
+    assert flight_record.recorded_collectives(begin) == ([], True)
