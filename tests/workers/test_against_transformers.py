@@ -279,6 +279,7 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "BailingMoeV2ForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
     "Qwen3NextForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
     "Qwen3_5ForCausalLM": [{"tp": 2}],
+    "Qwen3_5MoeForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
     "NemotronHForCausalLM": [{"tp": 2}, {"pp": 2}],
 }
 

@@ -68,6 +68,7 @@ MORE = {
     "BailingMoeV2ForCausalLM": {"auto_map": {"AutoConfig": "absent.Config"}},
     "Qwen3NextForCausalLM": DELTA_NETS | {"moe_intermediate_size": 48},
     "Qwen3_5ForCausalLM": DELTA_NETS,
+    "Qwen3_5MoeForCausalLM": DELTA_NETS | {"moe_intermediate_size": 48},
 } | dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), LATENT)
 DENSE = (
     "LlamaForCausalLM",
@@ -313,7 +314,11 @@ def test_experts_that_files_hold_in_one_array(launch: Launcher, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("architecture", "grids"),
-    [("Qwen3NextForCausalLM", EXPERT_GRIDS), ("Qwen3_5ForCausalLM", GRIDS)],
+    [
+        ("Qwen3NextForCausalLM", EXPERT_GRIDS),
+        ("Qwen3_5ForCausalLM", GRIDS),
+        ("Qwen3_5MoeForCausalLM", EXPERT_GRIDS),
+    ],
 )
 def test_gated_delta_nets(
     launch: Launcher, architecture: str, grids: list[dict[str, Any]], tmp_path: Path
