@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 COLUMN = "images"
 # Formats that PIL decodes without an external program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
 # Placeholder in a prompt for an image of the row's column.
 IN_TEXT = "<image>"
 # Deadline of a download, including redirects.

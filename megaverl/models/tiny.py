@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import save_torch_state_dict
 
@@ -301,8 +301,10 @@ def _redraw(architecture: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
             # show.
             tensor.data.normal_(0.0, 0.1)
         elif tensor.dim() == 1 and not name.endswith("inv_freq"):
-            is_norm = name.endswith(("norm.weight", "norm_f.weight"))
-            centre = 1.0 if is_norm and not norms_at_zero else 0.0
+            is_norm = name.endswith(".weight")
+            # Norms of vision towers multiply by the weight itself.
+            at_zero = norms_at_zero and "visual." not in name
+            centre = 1.0 if is_norm and not at_zero else 0.0
             tensor.data.normal_(centre, 0.1)
 
 
@@ -362,35 +364,70 @@ VISION: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-# Family -> class name of its model, further settings of its vision section, and how a
-# head's dimensions are divided among time, height and width.
-FAMILIES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
-    "qwen2_vl": (
+TOWER_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "out_hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 2,
+}
+
+
+class Family(NamedTuple):
+    """A family of vision-language models.
+
+    Attributes:
+        name: beginning of the names of its classes.
+        vision: further settings of its vision section.
+        sections: how a head's rotated dimensions are divided among time, height and width.
+        text: further settings of its text section.
+        alternates: the dimensions of time, height and width take turns.
+    """
+
+    name: str
+    vision: dict[str, Any]
+    sections: list[int]
+    text: dict[str, Any] = {}
+    alternates: bool = False
+
+
+# A gated delta net before attention, whose heads have a size for which vLLM's CPU build
+# has kernels. A quarter of each of attention's heads is rotated.
+NETS_OF_FAMILY = DELTA_NETS | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+FAMILIES = {
+    "qwen2_vl": Family(
         "Qwen2VL",
         {"embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
         [4, 6, 6],
     ),
-    "qwen2_5_vl": (
+    "qwen2_5_vl": Family(
         "Qwen2_5_VL",
-        {
-            "hidden_size": 64,
-            "out_hidden_size": 64,
-            "intermediate_size": 96,
-            "num_heads": 2,
-        }
-        | {"window_size": 56, "fullatt_block_indexes": [1]},
+        TOWER_SIZES | {"window_size": 56, "fullatt_block_indexes": [1]},
         [4, 6, 6],
     ),
-    "qwen3_vl": (
+    "qwen3_vl": Family(
         "Qwen3VL",
-        {
-            "hidden_size": 64,
-            "out_hidden_size": 64,
-            "intermediate_size": 96,
-            "num_heads": 2,
-        }
-        | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        TOWER_SIZES | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         [6, 5, 5],
+        alternates=True,
+    ),
+    "qwen3_5": Family(
+        "Qwen3_5",
+        TOWER_SIZES | {"num_position_embeddings": 64},
+        [2, 1, 1],
+        NETS_OF_FAMILY,
+        alternates=True,
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5Moe",
+        TOWER_SIZES | {"num_position_embeddings": 64},
+        [2, 1, 1],
+        NETS_OF_FAMILY | EXPERTS | {"shared_expert_intermediate_size": 48},
+        alternates=True,
     ),
 }
 
@@ -403,6 +440,7 @@ def make_tiny_vision_folder(
     pixels: tuple[int, int] = (56 * 56, 56 * 84),
     weights: bool = True,
     tie_embeddings: bool = False,
+    dtype: str = "float32",
     seed: int = 0,
     **text: Any,
 ) -> Path:
@@ -414,6 +452,7 @@ def make_tiny_vision_folder(
         pixels: smallest and largest number of pixels of a resized image.
         weights: False writes no weights.
         tie_embeddings: share one weight between embedding and output layer.
+        dtype: dtype of the stored weights.
         seed: seed of the weights.
         text: changes to `TEXT`.
     """
@@ -438,33 +477,38 @@ def make_tiny_vision_folder(
     Qwen2VLImageProcessorPil(
         min_pixels=pixels[0], max_pixels=pixels[1]
     ).save_pretrained(folder)
-    name, vision, sections = FAMILIES[family]
+    described = FAMILIES[family]
     rope: dict[str, Any] = {
         "rope_type": "default",
-        "mrope_section": sections,
+        "mrope_section": described.sections,
         "rope_theta": 10000.0,
     }
     # transformers assumes this entry; vLLM reads it from the file.
-    if family == "qwen3_vl":
+    if described.alternates:
         rope["mrope_interleaved"] = True
-    config = getattr(transformers, f"{name}Config")(
-        text_config={**TEXT, "vocab_size": len(ids), "rope_parameters": rope, **text},
-        vision_config=VISION | vision,
+    text_config = {
+        **TEXT,
+        **described.text,
+        "vocab_size": len(ids),
+        "rope_parameters": rope,
+        **text,
+    }
+    config = getattr(transformers, f"{described.name}Config")(
+        text_config=text_config,
+        vision_config=VISION | described.vision,
         tie_word_embeddings=tie_embeddings,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    config.architectures = [f"{name}ForConditionalGeneration"]
+    config.architectures = [f"{described.name}ForConditionalGeneration"]
     if not weights:
         config.save_pretrained(folder)
         return folder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, config.architectures[0])(config)
-        for parameter_name, tensor in model.named_parameters():
-            if tensor.dim() == 1:
-                tensor.data.normal_(float(parameter_name.endswith("weight")), 0.1)
-    model.save_pretrained(folder)
+        _redraw(config.architectures[0], model.named_parameters())
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

@@ -40,6 +40,8 @@ TOWERS = {
     "qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
     "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
     "qwen3_vl": "Qwen3VLVisionModel",
+    "qwen3_5": "Qwen3_5VisionModel",
+    "qwen3_5_moe": "Qwen3_5MoeVisionModel",
 }
 
 
@@ -168,7 +170,12 @@ class VisionTower:
         is_image = inputs.places == self._vision.image_token
         # Number of each image token among all, in the order of the rows.
         number = is_image.flatten().cumsum(0).sub(1).clamp(min=0).view_as(is_image)
-        self._place = self._own(is_image.T), self._own(number.T)
+        # Contiguous: `torch.where` gives its result the strides of the mask, and
+        # megatron-core's router (0.16 to 0.19) takes views of hidden states.
+        self._place = (
+            self._own(is_image.T.contiguous()),
+            self._own(number.T.contiguous()),
+        )
         features = self.module(inputs.pixel_values, grid_thw=inputs.image_grid_thw)
         self._deepstack = list(getattr(features, "deepstack_features", None) or ())
         mask, placed = self._placed(features.pooler_output, output)

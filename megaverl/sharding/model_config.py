@@ -75,10 +75,33 @@ IMAGE_MODEL_TYPES = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
 # Time, height and width take turns along a head's dimensions. In the other models each
 # has a run of them.
-ALTERNATING_AXES = ("Qwen3VLForConditionalGeneration",)
+ALTERNATING_AXES = (
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+# The tower has no further outputs.
+WITHOUT_DEEPSTACK = (
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+TOWER_NUMBERS = (
+    "depth",
+    "num_heads",
+    "in_channels",
+    "patch_size",
+    "temporal_patch_size",
+    "spatial_merge_size",
+)
+# Rotary base of the towers' patches, and epsilon of the norms in Qwen3-VL's and
+# Qwen3.5's towers.
+TOWER_ROPE_THETA = 10000.0
+TOWER_NORM_EPS = 1e-6
 
 WHOLE_NUMBERS = (
     "num_hidden_layers",
@@ -170,7 +193,11 @@ EXPERT_KEYS = {
         num_shared="moe_num_shared_experts",
     ),
     **dict.fromkeys(
-        ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"),
+        (
+            "Qwen3NextForCausalLM",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
         ExpertKeys("num_experts", shared_width="shared_expert_intermediate_size"),
     ),
 }
@@ -193,6 +220,8 @@ WITH_DELTA_NET = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 # Rotary embeddings rotate only the fraction `partial_rotary_factor` of each head in
 # these architectures.
@@ -463,6 +492,8 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "Qwen3_5ForCausalLM": UNREAD_OF_DELTA_NETS,
     "Qwen3_5MoeForCausalLM": UNREAD_OF_DELTA_NETS,
+    "Qwen3_5ForConditionalGeneration": UNREAD_OF_DELTA_NETS,
+    "Qwen3_5MoeForConditionalGeneration": UNREAD_OF_DELTA_NETS,
 }
 # Keys that scale what a layer computes, by the architecture that has them. `logit_scale`
 # multiplies logits, `logits_scaling` divides them.
@@ -940,12 +971,13 @@ def _rope_in_three_dimensions(described: Described) -> Iterator[str]:
     size = values.get("head_dim") or (
         values["hidden_size"] // values["num_attention_heads"]
     )
+    size = int(size * described.rope.get("partial_rotary_factor", 1.0))
     sections: Any = described.rope.get("mrope_section")
     is_list = isinstance(sections, list) and all(type(n) is int for n in sections)
     if not is_list or len(sections) != 3 or sum(sections) != size // 2:
         yield (
             f"mrope_section is {sections!r} in {described.rope}; expected three whole numbers with the sum "
-            f"{size // 2}, half of a head. {AGAIN}"
+            f"{size // 2}, half of the rotated dimensions of a head. {AGAIN}"
         )
     # transformers computes one order for each architecture, and vLLM (0.32) the one
     # that this key names.
@@ -954,6 +986,52 @@ def _rope_in_three_dimensions(described: Described) -> Iterator[str]:
         yield (
             f"mrope_interleaved is {described.rope.get('mrope_interleaved')!r} in {described.rope}; transformers "
             f"computes {described.architecture} as if it were {str(expected).lower()}. Write that into config.json."
+        )
+
+
+def tower_not_computed(described: Described, whole: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for everything in a vision tower that transformers, vLLM and Megatron do not compute alike.
+
+    Args:
+        described: the language model.
+        whole: keys of the whole config.json as transformers reads them.
+    """
+    architecture, tower = described.architecture, whole["vision_config"]
+    wrong = [
+        key for key in TOWER_NUMBERS if type(tower[key]) is not int or tower[key] < 1
+    ]
+    for key in wrong:
+        yield f"vision_config: {key} is {tower[key]!r}; expected a whole number above 0. {AGAIN}"
+    is_qwen2_vl = architecture == "Qwen2VLForConditionalGeneration"
+    width_key, out_key = (
+        ("embed_dim", "hidden_size")
+        if is_qwen2_vl
+        else ("hidden_size", "out_hidden_size")
+    )
+    if "num_heads" not in wrong and tower[width_key] % tower["num_heads"]:
+        yield (
+            f"vision_config: num_heads={tower['num_heads']} does not divide {width_key}={tower[width_key]}. {AGAIN}"
+        )
+    if tower[out_key] != (hidden := described.values["hidden_size"]):
+        yield (
+            f"vision_config: {out_key} is {tower[out_key]}; images take the place of embeddings, whose hidden_size is "
+            f"{hidden}. {AGAIN}"
+        )
+    theta = (tower.get("rope_parameters") or {}).get("rope_theta", TOWER_ROPE_THETA)
+    if theta != TOWER_ROPE_THETA:
+        yield (
+            f"vision_config: rope_theta is {theta}; vLLM (0.32) computes {TOWER_ROPE_THETA} alone. {OTHER_MODEL}"
+        )
+    if architecture in WITHOUT_DEEPSTACK and tower.get("deepstack_visual_indexes"):
+        yield (
+            f"vision_config: deepstack_visual_indexes is {tower['deepstack_visual_indexes']!r}; transformers ignores "
+            f"it for {architecture}, and vLLM (0.32) does not. Set it to []."
+        )
+    norm_eps = whole.get("rms_norm_eps", TOWER_NORM_EPS)
+    if architecture in ALTERNATING_AXES and norm_eps != TOWER_NORM_EPS:
+        yield (
+            f"rms_norm_eps is {norm_eps!r} outside of text_config; vLLM (0.32) reads it for the tower, and "
+            f"transformers computes {TOWER_NORM_EPS}. Remove the key."
         )
 
 

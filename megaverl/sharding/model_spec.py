@@ -41,6 +41,7 @@ from megaverl.sharding.model_config import (
     Described,
     not_computed,
     num_dense_layers,
+    tower_not_computed,
     windows_of,
     wrong_types,
 )
@@ -522,6 +523,8 @@ class ModelSpec:
                 values = values["text_config"] | tied
             described = Described(architecture, values, written=written)
             problems = [*not_computed(described)]
+            if vision is not None:
+                problems += tower_not_computed(described, vision)
         if problems:
             raise ModelError("\n".join(f"{source}: {problem}" for problem in problems))
         fields = _read(described)

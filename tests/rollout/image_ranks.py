@@ -29,7 +29,9 @@ from tests.models.ranks import manager
 SCALED = {
     "qwen2_vl": "visual.merger.mlp.2.weight",
     "qwen2_5_vl": "visual.merger.mlp.2.weight",
-    "qwen3_vl": "visual.merger.linear_fc2.weight",
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_5", "qwen3_5_moe"), "visual.merger.linear_fc2.weight"
+    ),
 }
 
 
@@ -108,16 +110,21 @@ def log_prob_error(
     return worst
 
 
-def answers(folder: str, tp: int) -> dict[str, Any]:
-    """How far the engine is from transformers, before and after its vision tower changed, and what it refuses."""
+def answers(folder: str, tp: int, dtype: str) -> dict[str, Any]:
+    """How far the engine is from transformers, before and after its vision tower changed, and what it refuses.
+
+    Args:
+        dtype: the engine's and the actor's. transformers computes the same weights in float32.
+    """
     from transformers import AutoModelForImageTextToText
 
+    stored: torch.dtype = getattr(torch, dtype)
     engine: Any = make_engine(
         RolloutConfig(tp=tp),
         folder,
         EngineOptions(
             seed=0,
-            dtype=torch.float32,
+            dtype=stored,
             max_model_len=128,
             stop_token_ids=(2,),
             num_sequences=16,
@@ -128,9 +135,8 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
     prompts = written(folder, two_pictures)
     tokens, images = [prompt for prompt, _ in prompts], [own for _, own in prompts]
     sampling, seeds = SamplingOptions(max_tokens=12), [7, 7, 7, 7]
-    model = AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32
-    ).eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=stored)
+    model = model.float().eval()
     found = engine.generate(tokens, sampling, seeds, images=images)
     error = log_prob_error(model, prompts, found)
     # the images as vLLM's own processor would have them, from one token for each
@@ -144,7 +150,9 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
         [{"prompt_token_ids": single, "multi_modal_data": {"image": two_pictures}}]
     )
     same_pixels = [
-        torch.equal(theirs["pixel_values"].data, ours.tensors["pixel_values"])
+        torch.equal(
+            theirs["pixel_values"].data, ours.tensors["pixel_values"].to(stored)
+        )
         for theirs, ours in zip(own["mm_kwargs"]["image"], images[2], strict=True)
     ]
     with torch.no_grad():
@@ -165,7 +173,7 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
     actor = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(GridShape(tp=tp)),
-        ModelOptions(dtype=torch.float32, seed=0, initialize=False),
+        ModelOptions(dtype=stored, seed=0, initialize=False),
     )
     actor.load(folder)
     WeightSync(

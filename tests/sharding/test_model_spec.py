@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -1512,6 +1513,126 @@ def test_positions_of_images_that_are_not_computed(
     with pytest.raises(ModelError, match="mrope|rope_type") as refused:
         ModelSpec.from_config(QWEN2_VL | {"rope_scaling": rope})
     assert said in str(refused.value)
+
+
+# As published folders of Qwen3.5 write it, with smaller sizes.
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "image_token_id": 95,
+    "text_config": {
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 2,
+        "full_attention_interval": 4,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 16,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 512,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": True,
+        "vocab_size": 100,
+    },
+    "tie_word_embeddings": True,
+    "video_token_id": 96,
+    "vision_config": {
+        "deepstack_visual_indexes": [],
+        "depth": 3,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 48,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 80,
+        "model_type": "qwen3_5",
+        "num_heads": 4,
+        "num_position_embeddings": 64,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 94,
+    "vision_start_token_id": 93,
+}
+
+
+def test_qwen3_5_as_its_folders_write_it() -> None:
+    found = ModelSpec.from_config(QWEN3_5)
+    assert (found.num_layers, found.head_dim, found.tie_embeddings) == (4, 32, True)
+    assert (found.rope_theta, found.rotary_fraction) == (1e7, 0.25)
+    assert found.rope_axes == (0, 1, 2, 0)
+    assert (found.qk_norm, found.norm_plus_one, found.output_gate) == (True,) * 3
+    assert found.delta_net is not None and found.delta_net.layers == (True,) * 3 + (
+        False,
+    )
+    vision = found.vision
+    assert vision is not None
+    assert (vision.width, vision.ffn, vision.deepstack) == (48, 80, 0)
+    assert (vision.patch, vision.num_positions) == ((3, 2, 16, 16), 64)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        (
+            "vision_config",
+            {"deepstack_visual_indexes": [1]},
+            r"deepstack_visual_indexes is \[1\]; transformers ignores it",
+        ),
+        ("vision_config", {"out_hidden_size": 80}, "whose hidden_size is 64"),
+        ("vision_config", {"num_heads": 5}, "num_heads=5 does not divide hidden_size"),
+        ("vision_config", {"patch_size": [16, 16]}, "patch_size is .*whole number"),
+        (
+            "vision_config",
+            {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e6}},
+            "rope_theta is 1000000.0; vLLM",
+        ),
+        ("text_config", {"rope_parameters": {}}, "mrope_section is None"),
+        ("text_config", {"attn_output_gate": False}, "attn_output_gate is False"),
+        (
+            "text_config",
+            {"layer_types": ["linear_attention"] * 4},
+            "transformers needs a layer with full_attention",
+        ),
+        ("", {"rms_norm_eps": 1e-5}, "outside of text_config"),
+    ],
+)
+def test_what_qwen3_5_with_images_does_not_compute(
+    part: str, change: dict[str, Any], said: str
+) -> None:
+    config = copy.deepcopy(QWEN3_5)
+    (config[part] if part else config).update(change)
+    with pytest.raises(ModelError, match=said):
+        ModelSpec.from_config(config)
+
+
+def test_a_quarter_of_a_head_is_divided_among_axes() -> None:
+    config = copy.deepcopy(QWEN3_5)
+    config["text_config"]["rope_parameters"]["mrope_section"] = [6, 5, 5]
+    with pytest.raises(ModelError, match="sum 4, half of the rotated dimensions"):
+        ModelSpec.from_config(config)
 
 
 def test_another_tower_is_refused_in_words() -> None:

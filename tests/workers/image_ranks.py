@@ -164,7 +164,9 @@ def megatron_model(
 ) -> MegatronModel:
     """An actor on the world's ranks; `options` are sizes of its grid and TransformerConfig fields."""
     sizes = {
-        name: options.pop(name) for name in ("tp", "pp", "vpp", "cp") if name in options
+        name: options.pop(name)
+        for name in ("tp", "pp", "vpp", "cp", "ep", "etp")
+        if name in options
     }
     return MegatronModel(
         ModelSpec.from_folder(folder),
@@ -187,6 +189,22 @@ def refusals(cases: list[dict[str, Any]]) -> list[str]:
     return said
 
 
+def stored_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Gradients of a transformers model under the names of its files, which hold experts one by one."""
+    layout = weights_of_module(model).layout
+    parameters = dict(model.named_parameters())
+    gradients = {
+        name: torch.zeros(shape) for name, shape in layout.global_shapes.items()
+    }
+    for piece in layout.pieces:
+        # A tied output layer is the embedding.
+        if piece.local in parameters:
+            gradient = view(parameters[piece.local].grad, piece.local_box)
+            target = view(gradients[piece.tensor], piece.box)
+            target.copy_(gradient.reshape(target.shape))
+    return gradients
+
+
 def on_megatron(
     folder: str,
     order: list[int],
@@ -206,11 +224,7 @@ def on_megatron(
     ).eval()
     expected = reference(model, batch, token)
     (-expected.sum()).backward()
-    renamed = weights_of_module(model).renamed
-    gradients = {
-        renamed.get(name, name): parameter.grad
-        for name, parameter in model.named_parameters()
-    }
+    gradients = stored_gradients(model)
     found = []
     for options in grids:
         made = megatron_model(folder, **options, freeze=freeze or ())

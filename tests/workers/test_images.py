@@ -1,4 +1,4 @@
-"""Vision-language models under FSDP2: the numbers of transformers, on one rank and on two."""
+"""Vision-language models on Megatron-core and under FSDP2: the numbers of transformers, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, Qwen2_5_VLModel, Qwen2VLModel, Qwen3VLModel
+import transformers
 
-from megaverl.models.tiny import make_tiny_vision_folder
+from megaverl.models.tiny import FAMILIES, make_tiny_vision_folder
 from megaverl.models.vision import rope_positions
 from tests.launcher import Launcher
 
 HERE = "tests.workers.image_ranks"
 RANKS = f"{HERE}:against_transformers"
-MODELS = {
-    "qwen2_vl": Qwen2VLModel,
-    "qwen2_5_vl": Qwen2_5_VLModel,
-    "qwen3_vl": Qwen3VLModel,
-}
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_positions_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    config = AutoConfig.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(
         make_tiny_vision_folder(tmp_path, family, weights=False)
     )
     with torch.device("meta"):
-        model = MODELS[family](config)
+        model = getattr(transformers, f"{FAMILIES[family].name}Model")(config)
     is_image = torch.zeros(2, 30, dtype=torch.bool)
     is_image[0, 3:9] = is_image[0, 11:23] = is_image[1, 0:4] = True
     grids = [[1, 4, 6], [1, 12, 4], [1, 4, 4]]
@@ -58,6 +53,8 @@ def test_positions_are_those_of_transformers(tmp_path: Path, family: str) -> Non
         ("qwen2_vl", 2, True, []),
         ("qwen2_5_vl", 1, False, ["visual.*"]),
         ("qwen3_vl", 1, True, ["visual.blocks.*", "lm_head.*"]),
+        ("qwen3_5", 2, False, ["visual.blocks.*"]),
+        ("qwen3_5_moe", 1, False, []),
     ],
 )
 def test_log_probs_and_gradients_are_those_of_transformers(
@@ -97,9 +94,11 @@ GRIDS: list[dict[str, Any]] = [
     {"tp": 2, "sequence_parallel": True},
     {"pp": 2},
 ]
+# Also with experts on either rank.
+EXPERT_GRIDS = [*GRIDS, {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}]
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_megatron_computes_what_transformers_computes(
     launch: Launcher, tmp_path: Path, family: str
 ) -> None:
@@ -108,10 +107,11 @@ def test_megatron_computes_what_transformers_computes(
     folder = str(
         make_tiny_vision_folder(tmp_path / "model", family, tie_embeddings=tied)
     )
+    grids = EXPERT_GRIDS if "num_experts" in FAMILIES[family].text else GRIDS
     for results in launch.world(
-        2, ON_MEGATRON, folder=folder, order=[1, 1, 0, 2, 1], grids=GRIDS
+        2, ON_MEGATRON, folder=folder, order=[1, 1, 0, 2, 1], grids=grids
     ):
-        for grid, found in zip(GRIDS, results, strict=True):
+        for grid, found in zip(grids, results, strict=True):
             assert found["log_probs"] < 5e-6, grid
             assert max(found["gradients"].values()) < 1e-5, (grid, found)
             assert found["packed"] == grid.get("packs", True)

@@ -28,7 +28,13 @@ from megaverl.models.architectures.qwen3_next import (
     QWEN3_5_MOE,
     QWEN3_NEXT,
 )
-from megaverl.models.architectures.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+from megaverl.models.architectures.qwen_vl import (
+    QWEN2_5_VL,
+    QWEN2_VL,
+    QWEN3_5_MOE_VL,
+    QWEN3_5_VL,
+    QWEN3_VL,
+)
 from megaverl.models.architectures.table import Layers, build
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Split, Weight
@@ -131,6 +137,8 @@ LAYERS = {
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5_VL,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_VL,
 }
 WITH_QKV_BIAS = (
     "Qwen2ForCausalLM",

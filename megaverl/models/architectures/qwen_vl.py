@@ -1,11 +1,13 @@
-"""Tables of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: the decoder of Qwen2 or Qwen3, and transformers' vision tower.
+"""Tables of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: the decoder of a language model, and transformers' tower.
 
 The tower is `embedding.visual` of the first stage's GPTModel (`models/vision_tower.py`)
 and whole on every tensor-parallel rank. Its parameters have transformers' names. vLLM's
-names come from `models/qwen2_vl.py`, `qwen2_5_vl.py` and `qwen3_vl.py` (0.32).
+names come from `models/qwen2_vl.py`, `qwen2_5_vl.py`, `qwen3_vl.py` and `qwen3_5.py`
+(0.32).
 """
 
 from megaverl.models.architectures import llama
+from megaverl.models.architectures.qwen3_next import QWEN3_5, QWEN3_5_MOE
 from megaverl.models.architectures.table import Layers, Rule, Tower
 from megaverl.sharding.weight import Split
 
@@ -114,20 +116,25 @@ QWEN2_5_VL = Layers(
         + merger("mlp.0", "mlp.2"),
     ),
 )
+# Qwen3.5's tower has no further outputs (`VisionSpec.deepstack`).
+QWEN3_TOWER = Tower(
+    prefix="model.visual.",
+    before=(PATCHES, PATCH_BIAS, POSITIONS),
+    block=tower_norm("norm1", "vision")
+    + tower_norm("norm2", "vision")
+    + tower_qkv(Split.FUSED_QKV_IN_VLLM)
+    + OUT
+    + tower_linear("mlp.linear_fc1", ("vision_ffn", "vision"), ROWS)
+    + tower_linear("mlp.linear_fc2", ("vision", "vision_ffn"), COLUMNS),
+    after=tower_norm("merger.norm", "vision") + merger("linear_fc1", "linear_fc2"),
+    deepstack=tower_norm("norm", "vision_merged")
+    + merger("linear_fc1", "linear_fc2", prefix=""),
+)
+LANGUAGE_MODEL = "model.language_model."
 QWEN3_VL = Layers(
     dense=llama.ATTENTION + llama.QK_NORMS + llama.MLP,
-    tower=Tower(
-        prefix="model.visual.",
-        before=(PATCHES, PATCH_BIAS, POSITIONS),
-        block=tower_norm("norm1", "vision")
-        + tower_norm("norm2", "vision")
-        + tower_qkv(Split.FUSED_QKV_IN_VLLM)
-        + OUT
-        + tower_linear("mlp.linear_fc1", ("vision_ffn", "vision"), ROWS)
-        + tower_linear("mlp.linear_fc2", ("vision", "vision_ffn"), COLUMNS),
-        after=tower_norm("merger.norm", "vision") + merger("linear_fc1", "linear_fc2"),
-        deepstack=tower_norm("norm", "vision_merged")
-        + merger("linear_fc1", "linear_fc2", prefix=""),
-    ),
-    prefix="model.language_model.",
+    tower=QWEN3_TOWER,
+    prefix=LANGUAGE_MODEL,
 )
+QWEN3_5_VL = QWEN3_5._replace(tower=QWEN3_TOWER, prefix=LANGUAGE_MODEL)
+QWEN3_5_MOE_VL = QWEN3_5_MOE._replace(tower=QWEN3_TOWER, prefix=LANGUAGE_MODEL)
