@@ -17,6 +17,7 @@ from megaverl.sharding.model_config import WITH_DELTA_NET
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
 from megaverl.sharding.weight import Weight, as_block
+from megaverl.weights.expert_arrays import separate_experts, separate_names
 from megaverl.weights.stored import (
     INDEX_FILE,
     StoredArray,
@@ -73,7 +74,7 @@ def load_folder(
     check_tensors(layout, tensors, "the model", ModelError)
     if is_torch_dist(folder):
         return _load_checkpoint(folder, layout, tensors, weights, optional)
-    stored = read_folder(folder)
+    stored = separate_experts(read_folder(folder), weights)
     absent = [
         weight.name
         for weight in weights
@@ -115,12 +116,13 @@ class ArrivingFolder:
         check_tensors(layout, tensors, "the model", ModelError)
         index = self._folder / INDEX_FILE
         if index.is_file():
-            check_names(self._folder, read_weight_map(index), weights, optional)
+            files = separate_names(read_weight_map(index), weights)
+            check_names(self._folder, files, weights, optional)
         clear_padding(layout, tensors)
 
     def read(self, file: Path) -> None:
         """Read this rank's parts of a file that has arrived."""
-        stored = read_header(file)
+        stored = separate_experts(read_header(file), self._weights)
         check_shapes(self._folder, stored, self._weights)
         held = {name: tensor for name, tensor in stored.items() if name in self._names}
         # A file holds some of the tensors. The others are filled when their file

@@ -19,6 +19,7 @@ from megaverl.rollout.server_engine import ServerEngine
 from megaverl.rollout.server_pool import PublishedWeights
 from megaverl.rollout.vllm_images import image_places, prepare_images
 from tests.launcher import Launcher, free_port
+from tests.published import stack_experts
 from tests.rollout.image_ranks import (
     SCALED,
     log_prob_error,
@@ -47,6 +48,8 @@ def test_the_engine_sees_what_transformers_sees(
     tolerance: float,
 ) -> None:
     folder = make_tiny_vision_folder(tmp_path / "model", family, dtype=dtype)
+    if family == "qwen3_5_moe":
+        stack_experts(folder)
     for found in launch.world(
         tp,
         "tests.rollout.image_ranks:answers",

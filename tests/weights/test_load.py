@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.tiny import make_tiny_folder
+from megaverl.models.tiny import make_tiny_folder, make_tiny_vision_folder
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
-from megaverl.weights.load import load_folder
+from megaverl.weights.load import ArrivingFolder, load_folder
 from megaverl.weights.transports import viewed
+from tests.published import stack_experts
 from tests.sharding.specs import expert_tp
 from tests.weights.ranks import empty_tensors
 
@@ -128,6 +129,47 @@ def test_nemotron_hs_further_predictors_are_left_out(tmp_path: Path) -> None:
         {**stored, **further}, folder / "model.safetensors", metadata={"format": "pt"}
     )
     check(*load(folder)[0], stored)
+
+
+def published(folder: Path, *, shards: bool = False) -> Path:
+    """A tiny Qwen3.5 with experts in the form of its published folders."""
+    return stack_experts(make_tiny_vision_folder(folder, "qwen3_5_moe"), shards=shards)
+
+
+def test_experts_that_files_hold_in_one_array(tmp_path: Path) -> None:
+    """Each rank reads its parts of its experts, whether the files come at once or one by one."""
+    separate = make_tiny_vision_folder(tmp_path / "separate", "qwen3_5_moe")
+    stored = stored_tensors(separate)
+    shape = GridShape(tp=2, dp=2, ep=2, etp=1)
+    for shards in (False, True):
+        folder = published(tmp_path / f"stacked{shards}", shards=shards)
+        assert not any(".experts.0." in name for name in stored_tensors(folder))
+        for layout, tensors in load(folder, shape):
+            check(layout, tensors, stored)
+    spec = ModelSpec.from_folder(folder)
+    weights = weights_of(spec)
+    layout = megatron_layouts(weights, spec, shape, padded_vocab_size=PADDED)(1)
+    tensors = empty_tensors(layout)
+    arriving = ArrivingFolder(folder, layout, tensors, weights=weights)
+    for part in sorted(folder.glob("*.safetensors")):
+        arriving.read(part)
+    assert arriving.finish() == []
+    check(layout, tensors, stored)
+
+
+def test_arrays_of_experts_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    folder = published(tmp_path / "model")
+    block = "model.language_model.layers.1.mlp.experts."
+    name = f"{block}down_proj"
+    right = stored_tensors(folder)[name]
+    change(folder, **{name: right[:3].clone()})
+    with pytest.raises(
+        ModelError, match=r"down_proj has the shape \[3, 64, 32\], expected \[4, 64, 32"
+    ):
+        load(folder)
+    change(folder, **{name: right, f"{block}2.down_proj.weight": right[2].clone()})
+    with pytest.raises(ModelError, match="down_proj: in model.safetensors, but"):
+        load(folder)
 
 
 def test_the_dtype_is_converted_on_the_way(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import transformers
 from megaverl.models.tiny import FAMILIES, make_tiny_vision_folder
 from megaverl.models.vision import rope_positions
 from tests.launcher import Launcher
+from tests.published import stack_experts
 
 HERE = "tests.workers.image_ranks"
 RANKS = f"{HERE}:against_transformers"
@@ -66,6 +67,8 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     freeze: list[str],
 ) -> None:
     folder = str(make_tiny_vision_folder(tmp_path / "model", family))
+    if family == "qwen3_5_moe":
+        stack_experts(tmp_path / "model")
     # of two ranks one gets the samples with images: the other reads none
     order = [1, 1, 0, 0, 1] if ranks == 1 else [1, 2]
     for found in launch.world(

@@ -29,6 +29,7 @@ from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.quantization import compressed_config
 from megaverl.sharding.weight import TRANSPOSED, Split, Weight
+from megaverl.weights.expert_arrays import separate_experts
 from megaverl.weights.export import model_files
 from megaverl.weights.load import (
     IGNORED_SUFFIXES,
@@ -181,6 +182,7 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
         # A critic may still have the config.json of the model that it was trained from.
         value_head = True
     weights = weights_of(spec, value_head=value_head)
+    stored = separate_experts(stored, weights)
     # Headers alone are read: a wrong model is refused before any weight is.
     check_stored(folder, stored, weights, ())
     names = {weight.name for weight in weights}

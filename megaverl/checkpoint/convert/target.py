@@ -27,6 +27,7 @@ from megaverl.sharding.megatron import LAYER, checkpoint_layout, megatron_layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import intersect_layouts
 from megaverl.sharding.weight import Split
+from megaverl.weights.expert_arrays import expert_arrays
 from megaverl.weights.safetensors_writer import (
     data_bytes,
     entries_of,
@@ -88,6 +89,11 @@ def hugging_face_target(
     plain = whole_layout(shapes.items())
     parts = parts_of(source.layout, plain)
     headers = _recorded(source, shapes, dtypes) if shard_bytes is None else None
+    # Arrays of all experts, which the model's own files may have.
+    stacked = {
+        name: [weight.name for weight in array.weights]
+        for name, array in expert_arrays(source.weights).items()
+    }
     if headers is None:
         tensors = [(name, shapes[name], dtypes[name]) for name in shapes]
         headers = shard_headers(tensors, shard_bytes or default)
@@ -102,16 +108,21 @@ def hugging_face_target(
         heads.append((file, 0, head))
         files[file] = len(head) + data_bytes(header)
         for name, entry in entries_of(header).items():
-            # A tied weight that the model's own files store twice is written twice,
-            # from the same array.
-            of = source.twins.get(name, name)
             at = len(head) + entry["data_offsets"][0]
             if name in source.buffers:
                 # The model's own files have this buffer, but no parameter of the model:
                 # its bytes were kept for them.
                 heads.append((file, at, source.buffers[name]))
                 continue
-            items.append(Item(name, file, at, shapes[of], dtypes[of], parts[of]))
+            # A tied weight that the model's own files store twice is written twice,
+            # from the same array.
+            of = source.twins.get(name, name)
+            for member in stacked.get(of, (of,)):
+                item = Item(
+                    name, file, at, shapes[member], dtypes[member], parts[member]
+                )
+                items.append(item)
+                at += item.nbytes
 
     def write(folder: Path) -> None:
         if index is not None:
@@ -138,6 +149,12 @@ def _recorded(
     }
     expected = {name: (shapes[name], dtypes[name]) for name in shapes}
     expected |= {name: expected[of] for name, of in source.twins.items()}
+    for name, array in expert_arrays(source.weights).items():
+        if name in recorded:
+            kinds = {expected.pop(weight.name)[1] for weight in array.weights}
+            # Matrices of several dtypes fit no array.
+            if len(kinds) == 1:
+                expected[name] = array.shape, kinds.pop()
     return headers if headers and recorded == expected else None
 
 

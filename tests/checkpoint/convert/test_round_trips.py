@@ -22,6 +22,7 @@ from tests.checkpoint.convert.folders import (
     make_model,
     make_tokenizer,
 )
+from tests.published import stack_experts
 from tests.sharding.specs import expert_tp, make_spec
 
 WITH_EXPERTS = [name for name in ARCHITECTURES if make_spec(name).moe]
@@ -104,6 +105,24 @@ def test_a_model_with_images_comes_back(family: str, tmp_path: Path) -> None:
     assert len(tower) > 20
     back = converted(there, tmp_path / "back", "hugging_face", verify=True)
     assert_same_files(folder, back)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_experts_in_one_array_come_back(shards: bool, tmp_path: Path) -> None:
+    """As Qwen3.5's published folders have them. Other file sizes hold a matrix of each expert."""
+    folder = make_tiny_vision_folder(tmp_path / "hf", "qwen3_5_moe", dtype="bfloat16")
+    separate = load_file(folder / "model.safetensors")
+    stack_experts(folder, shards=shards)
+    grid = {"tp": 2, "pp": 2, "ep": 2, "dp": 2}
+    there = converted(folder, tmp_path / "there", "megatron", grid=grid, verify=True)
+    back = converted(there, tmp_path / "back", "hugging_face", verify=True)
+    assert_same_files(folder, back)
+    files = converted(
+        there, tmp_path / "files", "hugging_face", shard_bytes=100_000_000, verify=True
+    )
+    found = load_file(files / "model.safetensors")
+    assert found.keys() == separate.keys()
+    assert all(torch.equal(found[name], x) for name, x in separate.items())
 
 
 def test_a_checkpoint_of_others_whose_experts_have_another_order_is_refused(
