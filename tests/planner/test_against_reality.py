@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.models.tiny import make_tiny_folder
+from megaverl.models.tiny import make_tiny_folder, make_tiny_vision_folder
 from megaverl.planner.job import Machine
 from megaverl.planner.memory import MemoryModel, kv_bytes_per_token
 from megaverl.planner.stages import layer_split, padded_vocab_size
 from megaverl.planner.traffic import make_traffic
+from megaverl.sharding.model_config import IMAGE_MODEL_TYPES
 from megaverl.sharding.model_spec import MLASpec, ModelSpec
 from tests.launcher import Launcher
 from tests.planner.jobs import make
@@ -67,6 +68,15 @@ CASES = [
         False,
         {},
     ),
+    # A tower on the first stage.
+    (
+        "Qwen3_5MoeForConditionalGeneration",
+        False,
+        {"tp": 1, "pp": 2, "dp": 2, "ep": 2},
+        "bfloat16",
+        False,
+        {},
+    ),
     # Stages with unequal layers.
     (
         "NemotronHForCausalLM",
@@ -86,7 +96,14 @@ CASES = [
 )
 def test_trained_bytes_are_exact(case: tuple, launch: Launcher, tmp_path: Path) -> None:
     architecture, tied, shape, dtype, critic, ddp = case
-    folder = make_tiny_folder(tmp_path, architecture, tie_embeddings=tied)
+    if family := IMAGE_MODEL_TYPES.get(architecture):
+        # As many tokens as the samples of the update have.
+        words = [f"word{number}" for number in range(90)]
+        folder = make_tiny_vision_folder(
+            tmp_path, family, words=words, tie_embeddings=tied
+        )
+    else:
+        folder = make_tiny_folder(tmp_path, architecture, tie_embeddings=tied)
     measured = launch.world(
         4,
         "tests.planner.ranks:trained",

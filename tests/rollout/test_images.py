@@ -35,7 +35,7 @@ from tests.rollout.vllm_serve import vllm_servers
     [
         ("qwen2_vl", 2, "float32", 2e-5),
         ("qwen3_vl", 1, "float32", 2e-5),
-        ("qwen3_5", 1, "bfloat16", 0.02),
+        ("qwen3_5", 2, "bfloat16", 0.02),
         ("qwen3_5_moe", 1, "bfloat16", 0.02),
     ],
 )

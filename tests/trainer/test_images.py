@@ -13,6 +13,7 @@ from megaverl.models.tiny import make_tiny_vision_folder
 from tests.faults.injector import Fault
 from tests.faults.runs import differences, remains
 from tests.launcher import Launcher
+from tests.published import stack_experts
 from tests.rollout.test_images import served
 from tests.trainer.conftest import REWARD
 from tests.trainer.test_end_to_end import metrics_of
@@ -36,13 +37,13 @@ def arguments(tmp_path: Path) -> list[str]:
     return image_arguments(tmp_path)
 
 
-def image_arguments(folder: Path) -> list[str]:
+def image_arguments(folder: Path, family: str = "qwen2_vl") -> list[str]:
     """Write a model, pictures and prompts to a folder, and return the arguments of a run on them.
 
     PPO with a reference, a critic under FSDP2 whose tower is frozen, and an actor on Megatron-core of whose tower a
     block is frozen; a third of the prompts has no image, so that ranks differ in what they see.
     """
-    make_tiny_vision_folder(folder / "model", pixels=(56 * 56, 56 * 56))
+    make_tiny_vision_folder(folder / "model", family, pixels=(56 * 56, 56 * 56))
     make_pictures(folder, seed=0, counts={"train": 12})
     rows = [
         json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()
@@ -126,6 +127,39 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
         "rollout/logprob_diff_max",
     ):
         assert split[name] == pytest.approx(metrics[1][name], abs=1e-5, rel=1e-3), name
+
+
+def test_a_model_with_states_and_experts(launch: Launcher, tmp_path: Path) -> None:
+    """Qwen3.5 from a folder as published: its actor has experts on either rank, and takes the engine's choices.
+
+    It goes on from its checkpoint.
+    """
+    more = [
+        "model.dtype=bfloat16",
+        "actor.tp=1",
+        "actor.ep=2",
+        "actor.router_replay=update",
+        "actor.freeze=[]",
+    ]
+    arguments = image_arguments(tmp_path, "qwen3_5_moe")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    stack_experts(tmp_path / "model")
+    arguments += [*more, f"run.dir={tmp_path / 'runs'}"]
+    ended = launch.command(arguments, logs=tmp_path / "logs")
+    assert ended.codes == [0, 0], ended.text
+    ended = launch.command([*arguments, "trainer.steps=3"], logs=tmp_path / "more")
+    assert ended.codes == [0, 0] and "2 of 3 steps" in ended.text, ended.text
+    steps = metrics_of(tmp_path / "runs" / "run")
+    assert sorted(steps) == [1, 2, 3]
+    for found in steps.values():
+        assert 0 < found["rollout/logprob_diff_max"] < 0.05
+        assert found["actor/grad_norm"] > 0 and found["critic/grad_norm"] > 0
+    after = load_file(tmp_path / "runs" / "run" / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    unchanged = [
+        name for name, tensor in before.items() if torch.equal(tensor, after[name])
+    ]
+    assert not unchanged
 
 
 def test_adapters_on_the_tower_are_merged_into_the_engine(

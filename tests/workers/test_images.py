@@ -120,16 +120,58 @@ def test_megatron_computes_what_transformers_computes(
             assert found["packed"] == grid.get("packs", True)
 
 
+HALF_ROTATED = {
+    "rope_type": "default",
+    "rope_theta": 1e5,
+    "partial_rotary_factor": 0.5,
+    "mrope_interleaved": True,
+    # Time has the fewest dimensions.
+    "mrope_section": [2, 3, 3],
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_types": ["full_attention", "linear_attention"]},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2},
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 3},
+        {"linear_key_head_dim": 5, "linear_value_head_dim": 12},
+        {"rope_parameters": HALF_ROTATED, "rms_norm_eps": 1e-3},
+        {"num_experts_per_tok": 4, "hidden_act": "swish"},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_other_configurations_of_qwen3_5(
+    launch: Launcher, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    folder = make_tiny_vision_folder(tmp_path / "model", "qwen3_5_moe", **change)
+    [[found]] = launch.world(
+        1, ON_MEGATRON, folder=str(folder), order=[1, 2, 0, 0], grids=[{}]
+    )
+    assert found["log_probs"] < 5e-6
+    assert max(found["gradients"].values()) < 1e-5
+
+
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 RECOMPUTED = FULL | {"recompute_num_layers": 1, "tp": 2, "sequence_parallel": True}
 
 
-@pytest.mark.parametrize("freeze", [[], ["visual.*", "embed_tokens.*"]])
+@pytest.mark.parametrize(
+    ("family", "freeze"),
+    [
+        ("qwen2_5_vl", []),
+        ("qwen2_5_vl", ["visual.*", "*embed_tokens.*"]),
+        ("qwen3_5_moe", []),
+        ("qwen3_5_moe", ["visual.*", "*embed_tokens.*"]),
+    ],
+)
 def test_megatron_recomputes_layers_behind_a_tower(
-    launch: Launcher, tmp_path: Path, freeze: list[str]
+    launch: Launcher, tmp_path: Path, family: str, freeze: list[str]
 ) -> None:
     """Also behind a frozen embedding, whose output would otherwise require no gradient."""
-    folder = str(make_tiny_vision_folder(tmp_path / "model", "qwen2_5_vl"))
+    folder = str(make_tiny_vision_folder(tmp_path / "model", family))
     options = {"order": [1, 2, 0], "grids": [RECOMPUTED], "freeze": freeze}
     trained = set()
     for [found] in launch.world(2, ON_MEGATRON, folder=folder, **options):
