@@ -12,11 +12,14 @@ from safetensors.torch import load_file, save_file
 MATRIX = re.compile(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def stack_experts(folder: Path, *, shards: bool = False) -> Path:
+def stack_experts(
+    folder: Path, *, shards: bool = False, predictors: bool = False
+) -> Path:
     """Store all experts of a layer in two arrays, as published folders of Qwen3.5 with experts do.
 
     Args:
         shards: write an index, and each tensor into one of two files.
+        predictors: add weights of multi-token prediction.
     """
     file = folder / "model.safetensors"
     stored: dict[str, torch.Tensor] = {}
@@ -34,6 +37,9 @@ def stack_experts(folder: Path, *, shards: bool = False) -> Path:
         )
         stored[f"{block}down_proj"] = torch.stack([found[n, "down"] for n in experts])
     assert matrices, f"{folder} has no experts"
+    if predictors:
+        stored["mtp.fc.weight"] = torch.ones(2)
+        stored["mtp.layers.0.mlp.experts.down_proj"] = torch.ones(2, 3, 4)
     if not shards:
         save_file(stored, file, {"format": "pt"})
         return folder

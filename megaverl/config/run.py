@@ -219,7 +219,7 @@ Sources = Annotated[list[SourceConfig], BeforeValidator(_as_sources)]
 class ImagesConfig(Section):
     """`data.images`: images of prompts, for models that take them.
 
-    With engine: megatron the actor is a Qwen2-VL, Qwen2.5-VL or Qwen3-VL, without context parallelism.
+    With engine: megatron the actor is a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5, without context parallelism.
     """
 
     key: Text = "images"

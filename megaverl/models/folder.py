@@ -55,11 +55,11 @@ def classifier_config(
         pad_token_id: token by which transformers finds the end of a text. None: leave it as it is.
 
     Raises:
-        ModelError: the model takes images, and transformers has no such classifier.
+        ModelError: the model takes images, and megaverl writes no such classifier.
     """
     if config.get("vision_config") is not None:
         raise ModelError(
-            f"{config['architectures'][0]} with a value head: transformers (5.19) has no classifier that takes images. "
+            f"{config['architectures'][0]} with a value head: megaverl writes no classifier that takes images. "
             "Keep the checkpoint, which megaverl can resume."
         )
     name = str(config["architectures"][0]).removesuffix(CAUSAL).removesuffix(CLASSIFIER)

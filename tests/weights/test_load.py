@@ -133,7 +133,8 @@ def test_nemotron_hs_further_predictors_are_left_out(tmp_path: Path) -> None:
 
 def published(folder: Path, *, shards: bool = False) -> Path:
     """A tiny Qwen3.5 with experts in the form of its published folders."""
-    return stack_experts(make_tiny_vision_folder(folder, "qwen3_5_moe"), shards=shards)
+    make_tiny_vision_folder(folder, "qwen3_5_moe")
+    return stack_experts(folder, shards=shards, predictors=True)
 
 
 def test_experts_that_files_hold_in_one_array(tmp_path: Path) -> None:

@@ -120,9 +120,24 @@ def test_experts_in_one_array_come_back(shards: bool, tmp_path: Path) -> None:
     files = converted(
         there, tmp_path / "files", "hugging_face", shard_bytes=100_000_000, verify=True
     )
-    found = load_file(files / "model.safetensors")
-    assert found.keys() == separate.keys()
-    assert all(torch.equal(found[name], x) for name, x in separate.items())
+    assert_same_tensors(files, separate)
+
+
+def test_experts_in_one_array_come_back_without_predictors(tmp_path: Path) -> None:
+    """Their files cannot be written again, and hold a matrix of each expert instead."""
+    folder = make_tiny_vision_folder(tmp_path / "hf", "qwen3_5_moe")
+    separate = load_file(folder / "model.safetensors")
+    stack_experts(folder, predictors=True)
+    there = converted(folder, tmp_path / "there", "megatron")
+    back = converted(there, tmp_path / "back", "hugging_face", verify=True)
+    assert_same_tensors(back, separate)
+
+
+def assert_same_tensors(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """A folder of one file has these tensors."""
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
 def test_a_checkpoint_of_others_whose_experts_have_another_order_is_refused(
