@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaverl.distributed.grid import GridShape
-from megaverl.models.tiny import make_tiny_folder
+from megaverl.models.tiny import FAMILIES, make_tiny_folder, make_tiny_vision_folder
 from tests.launcher import Launcher
 from tests.workers.test_parallel_invariance import ACTOR, CRITIC
 
@@ -48,6 +48,7 @@ TARGETS = {
     "Qwen3NextForCausalLM": "in_proj_qkvz in_proj_ba out_proj q_proj v_proj",
     "Qwen3_5ForCausalLM": "in_proj_qkv in_proj_z in_proj_a out_proj q_proj up_proj",
     "NemotronHForCausalLM": "in_proj v_proj up_proj",
+    "qwen3_5": "in_proj_qkv in_proj_z in_proj_a out_proj q_proj up_proj",
 }
 
 
@@ -163,6 +164,9 @@ def test_same_update_of_projections_that_files_hold_fused(
         ("Qwen3MoeForCausalLM", {"tp": 2}),
         ("GptOssForCausalLM", {"tp": 2, "etp": 1}),
         *((architecture, {"tp": 2}) for architecture in FUSED),
+        # Models with a vision tower, which has no adapters.
+        ("qwen3_vl", {"tp": 2}),
+        ("qwen3_5", {"tp": 2}),
     ],
 )
 def test_an_adapter_of_peft_there_and_back(
@@ -170,13 +174,20 @@ def test_an_adapter_of_peft_there_and_back(
 ) -> None:
     """Made by peft, loaded on two ranks, saved and merged: peft's numbers each time."""
     peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    folder = make_tiny_folder(tmp_path / "model", architecture)
+    auto: Any = AutoModelForCausalLM
+    if architecture in FAMILIES:
+        auto = AutoModelForImageTextToText
+        words = [f"word{number}" for number in range(90)]
+        sizes: dict[str, Any] = {"words": words, "num_key_value_heads": 2}
+        folder = make_tiny_vision_folder(tmp_path / "model", architecture, **sizes)
+    else:
+        folder = make_tiny_folder(tmp_path / "model", architecture)
     targets = TARGETS.get(architecture, "q_proj v_proj o_proj").split()
     torch.manual_seed(0)
     made = peft.get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        auto.from_pretrained(folder, dtype=torch.float32),
         peft.LoraConfig(
             r=4,
             lora_alpha=8,
@@ -186,7 +197,8 @@ def test_an_adapter_of_peft_there_and_back(
         ),
     )
     made.save_pretrained(tmp_path / "made")
-    tokens = torch.randint(0, 100, (3, 17), generator=torch.Generator().manual_seed(5))
+    # The first tokens stand for images in models that take some.
+    tokens = torch.randint(10, 100, (3, 17), generator=torch.Generator().manual_seed(5))
     paths = {
         "adapter": tmp_path / "made",
         "saved": tmp_path / "saved",
@@ -209,13 +221,11 @@ def test_an_adapter_of_peft_there_and_back(
         ]
         for each in found:
             assert (torch.tensor(each) - expected).abs().max() < 1e-5
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        base = auto.from_pretrained(folder, dtype=torch.float32)
         again = peft.PeftModel.from_pretrained(base, tmp_path / "saved")
         assert torch.equal(again(tokens).logits, logits)
         theirs = made.merge_and_unload()
-        ours = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "merged", dtype=torch.float32
-        )
+        ours = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)
         for (name, weight), (_, merged) in zip(
             theirs.named_parameters(), ours.named_parameters(), strict=True
         ):
