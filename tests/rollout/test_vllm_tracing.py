@@ -139,7 +139,7 @@ def test_one_layer_of_each_kind_stands_for_all(
 def test_an_engine_that_loads_otherwise_is_refused(
     launch: Launcher, tmp_path: Path
 ) -> None:
-    folder = make_tiny_folder(tmp_path / "model", head_dim=32)
+    folder = make_tiny_folder(tmp_path / "model", hidden_size=128)
     [said] = launch.world(1, f"{RANKS}:other_layout", folder=str(folder), fresh=True)
     assert "loads Qwen2ForCausalLM differently with data than without data" in said, (
         said
