@@ -258,9 +258,9 @@ def build_module(
             "Leave it at auto."
         )
     with torch.device("meta"):
-        # A copy on the meta device shows how the model reads rows. It takes no memory,
-        # and any dtype will do.
-        model = _from_config(folder, config, NAME, torch.float32, trust_remote_code)
+        # A copy on the meta device shows how the model reads rows, and takes no memory.
+        # There torch (2.13) has the grouped product of experts in bfloat16 only.
+        model = _from_config(folder, config, NAME, torch.bfloat16, trust_remote_code)
     reading = RowReading(f"attention is {attention}", attention)
     if attention == "auto":
         try:

@@ -427,7 +427,7 @@ GEMMA3 = {
         ("Gemma2ForCausalLM", PPO, ppo, ["full", "padded"]),
         ("Gemma3ForCausalLM", GRPO, grpo, ["full", "padded"]),
         ("Qwen3ForCausalLM", PPO, ppo, ["compiled"]),
-        ("Qwen3MoeForCausalLM", GRPO, grpo, ["no shard"]),
+        ("Qwen3MoeForCausalLM", GRPO, grpo, ["no shard", "full"]),
         # Rows are padded, as transformers carries states on in a packed row.
         ("Qwen3NextForCausalLM", PPO, ppo, ["full"]),
     ],
