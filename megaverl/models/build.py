@@ -138,7 +138,10 @@ def block_spec(
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm = NormAfterRope
             attention.k_layernorm = NormAfterRope
-        if spec.parallel_layers:
+        if spec.has_mamba_beside_attention:
+            # The Mamba layer reads the norm's output as well.
+            _place_norms(layer, NORMS[spec.norm], NORMS[spec.norm], with_engine)
+        elif spec.parallel_layers:
             _place_norms(layer, NORMS[spec.norm], SharedNormOutput, with_engine)
         elif not spec.norms_before:
             _place_norms(layer, IdentityOp, IdentityOp, with_engine)
@@ -358,6 +361,8 @@ def build_model(
         if spec.activation == "clamped_swiglu":
             _take_gates_in_turn(model)
         _change_outputs(model, spec)
+        if spec.has_mamba_beside_attention:
+            _add_mamba(model, spec, grid)
         if spec.parallel_layers:
             _share_norms(model)
         if spec.qk_norm_after_rope:
@@ -421,10 +426,42 @@ def _change_outputs(model: GPTModel, spec: ModelSpec) -> None:
                 norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
                 layer.add_module(name, norm)
                 module.register_forward_hook(hook(norm))
-        if spec.residual_scale != 1.0:
-            scale = partial(torch.mul, other=spec.residual_scale)
-            layer.self_attention.register_forward_hook(hook(scale))
-            layer.mlp.register_forward_hook(hook(scale))
+        for factor, module in (
+            (spec.attention_out_scale, layer.self_attention),
+            (spec.mlp_out_scale, layer.mlp),
+        ):
+            if factor != 1.0:
+                module.register_forward_hook(hook(partial(torch.mul, other=factor)))
+
+
+def _add_mamba(model: GPTModel, spec: ModelSpec, grid: Grid) -> None:
+    """Add a Mamba-2 layer beside each layer's attention. Both read the same norm's output.
+
+    A hook adds its output to attention's, which other hooks have scaled before.
+    """
+
+    def add_output(
+        mixer: Mamba2Mixer,
+        module: Any,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, Any],
+        output: tuple[torch.Tensor, None],
+    ) -> tuple[torch.Tensor, None]:
+        attended, bias = output
+        assert bias is None, "a bias would have to be added before"
+        mixed, _ = mixer(args[0], packed_seq_params=kwargs["packed_seq_params"])
+        return attended + mixed, None
+
+    for layer in model.decoder.layers:
+        assert spec.mamba is not None
+        mixer = Mamba2Mixer(
+            model.config, spec.mamba, grid.pg_collection, has_in_norm=False
+        )
+        # A module of the layer, so that checkpoints and the optimizer know it.
+        layer.add_module("mamba", mixer)
+        layer.self_attention.register_forward_hook(
+            partial(add_output, mixer), with_kwargs=True
+        )
 
 
 def _scale_hidden(

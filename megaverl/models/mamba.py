@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megaverl.models.causal_convolution import CausalConvolution
-from megaverl.models.layers import RMSNorm, widened
+from megaverl.models.layers import RMSNorm, sum_gradients, sum_values, widened
 from megaverl.models.packing import Packing
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import MambaSpec
@@ -39,6 +40,9 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402
+    all_gather_last_dim_from_tensor_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.transformer.utils import (  # noqa: E402
     make_sharded_tensors_for_checkpoint,
@@ -51,14 +55,18 @@ FIRST_STEPS = (1e-3, 1e-1)
 
 
 class Mamba2Mixer(nn.Module):
-    """Mamba-2 layer in place of a transformer layer's attention, with the norm over its input.
+    """Mamba-2 layer in place of a transformer layer's attention, or beside it (`models/build.py`).
 
     Tensor-parallel ranks divide heads and groups. Each rank has the gate, x, B, C and
-    time steps of its own heads, so nothing but the two projections communicates. Because
-    a group's heads are on one rank, so is its norm.
+    time steps of its own heads, so nothing but the two projections communicates.
+
+    If there are fewer groups than ranks, the ranks that share a group divide its rows of
+    B and C as well. They gather B and C behind the convolution, and sum the squares of
+    the group's norm.
 
     Args:
         mamba: sizes of the whole layer, over all ranks.
+        has_in_norm: the layer contains the norm over its input. False: its input is normalized already.
     """
 
     def __init__(
@@ -67,20 +75,26 @@ class Mamba2Mixer(nn.Module):
         mamba: MambaSpec,
         pg_collection: Any,
         layer_number: int = 1,
+        has_in_norm: bool = True,
         **_: Any,
     ) -> None:
         super().__init__()
         self.tp_group = pg_collection.tp
         tp_size = self.tp_group.size()
-        assert not mamba.num_groups % tp_size, "sharding/model_spec.py:misfits"
         self.mamba = mamba
         self.num_heads = mamba.num_heads // tp_size
-        self.num_groups = mamba.num_groups // tp_size
+        self.num_groups = max(1, mamba.num_groups // tp_size)
         self.inner_size = mamba.inner_size // tp_size
+        self.group_rows = mamba.group_rows // tp_size
         self.conv_rows = mamba.conv_rows // tp_size
+        # Ranks that share a group, and the number of this rank's group among all.
+        self.num_sharing = max(1, tp_size // mamba.num_groups)
+        self.shared_group = self.tp_group.rank() // self.num_sharing
         dtype = config.params_dtype
         # A name of its own, whether Transformer Engine's layers are used or not.
-        self.in_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.in_norm: nn.Module = nn.Identity()
+        if has_in_norm:
+            self.in_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.in_proj = ColumnParallelLinear(
             config.hidden_size,
             mamba.in_rows,
@@ -96,9 +110,12 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
         self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
         self.D = nn.Parameter(torch.ones(self.num_heads, dtype=dtype))
-        self.norm = GatedGroupNorm(
-            self.inner_size, self.num_groups, config.layernorm_epsilon, dtype
-        )
+        self.norm: GatedGroupNorm | None = None
+        if mamba.has_norm:
+            self.norm = GatedGroupNorm(
+                self.inner_size, self.num_groups, config.layernorm_epsilon, dtype
+            )
+        self._add_part_scales(dtype)
         self.out_proj = RowParallelLinear(
             mamba.inner_size,
             config.hidden_size,
@@ -111,13 +128,29 @@ class Mamba2Mixer(nn.Module):
         )
         for parameter in (
             *self.parameters(recurse=False),
-            *self.norm.parameters(),
+            *(() if self.norm is None else self.norm.parameters()),
         ):
             set_tensor_model_parallel_attributes(
                 parameter, is_parallel=True, dim=0, stride=1
             )
         if config.perform_initialization:
             self._initialize()
+
+    def _add_part_scales(self, dtype: torch.dtype) -> None:
+        """Add the factor of each row of the input projection, [rows / tp], or None if all are 1.
+
+        They are rounded to the dtype, as in transformers and in vLLM.
+        """
+        scales = None
+        if any(scale != 1.0 for scale in self.mamba.part_scales):
+            parts = mamba_rows(Split.MAMBA_IN, self.mamba)
+            scales = torch.cat(
+                [
+                    torch.full((part.rows // self.tp_group.size(),), scale, dtype=dtype)
+                    for part, scale in zip(parts, self.mamba.part_scales, strict=True)
+                ]
+            )
+        self.register_buffer("part_scales", scales, persistent=False)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -148,7 +181,11 @@ class Mamba2Mixer(nn.Module):
         Returns:
             The shape of `hidden_states`.
         """
-        projected, _ = self.in_proj(self.in_norm(hidden_states))
+        projected, _ = self.in_proj(
+            _scaled(self.in_norm(hidden_states), self.mamba.in_scale)
+        )
+        if self.part_scales is not None:
+            projected = projected * self.part_scales
         gate, channels, steps = projected.split(
             [self.inner_size, self.conv_rows, self.num_heads], dim=-1
         )
@@ -156,16 +193,50 @@ class Mamba2Mixer(nn.Module):
         # [b, s, ...], as mamba-ssm reads them.
         mixed = self.conv1d(channels.transpose(0, 1), positions)
         steps = steps.transpose(0, 1)
-        out = self.norm(self._scan(mixed, steps, positions), gate)
+        scanned = self._scan(mixed, steps, positions)
+        if self.norm is None:
+            out = gated(scanned, gate).to(gate.dtype)
+        elif self.num_sharing == 1:
+            out = self.norm(scanned, gate)
+        else:
+            out = self.norm(scanned, gate, self._average_over_group)
         result, _ = self.out_proj(out)
-        return result, None
+        return _scaled(result, self.mamba.out_scale), None
+
+    def _average_over_group(self, mean: torch.Tensor) -> torch.Tensor:
+        """Return the average of `mean` [..., 1, 1] over the tensor-parallel ranks that share this rank's group."""
+        own = self.shared_group
+        # All ranks take part, each with a place for every group.
+        means = F.pad(mean, (own, self.mamba.num_groups - 1 - own))
+        # Every rank's heads depend on the sum, so its gradients are summed as well.
+        total = sum_gradients(sum_values(means, self.tp_group), self.tp_group)
+        average: torch.Tensor = total[..., own : own + 1] / self.num_sharing
+        return average
+
+    def _gather_group(
+        self, b: torch.Tensor, c: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather rows of B and C, [b, s, rows / tp], from the ranks that share this rank's group.
+
+        Returns:
+            Each [b, s, state].
+        """
+        # All ranks take part, and each keeps its group. B and C travel together.
+        rows = all_gather_last_dim_from_tensor_parallel_region(
+            torch.stack([b, c]), group=self.tp_group
+        )
+        own = rows.unflatten(-1, (self.mamba.num_groups, -1))[..., self.shared_group, :]
+        return own[0], own[1]
 
     def _scan(
         self, mixed: torch.Tensor, steps: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
         """Run the state space model over [b, s, channels]. Returns [s, b, inner / tp], at least float32."""
-        group_rows = self.num_groups * self.mamba.state_size
-        x, b, c = mixed.split([self.inner_size, group_rows, group_rows], dim=-1)
+        x, b, c = mixed.split(
+            [self.inner_size, self.group_rows, self.group_rows], dim=-1
+        )
+        if self.num_sharing > 1:
+            b, c = self._gather_group(b, c)
         x = x.unflatten(-1, (self.num_heads, self.mamba.head_dim))
         b, c = (
             y.unflatten(-1, (self.num_groups, self.mamba.state_size)) for y in (b, c)
@@ -213,7 +284,7 @@ class Mamba2Mixer(nn.Module):
         """Return the layer's sharded parameters. Parts of fused rows have keys of their own, as in megatron-core."""
         state = self.state_dict(prefix="", keep_vars=True)
         axes = dict.fromkeys(state, 0)
-        del axes["in_norm.weight"]
+        axes.pop("in_norm.weight", None)
         axes["out_proj.weight"] = 1
         described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state,
@@ -285,13 +356,34 @@ class GatedGroupNorm(nn.Module):
         self.eps, self.num_groups = eps, num_groups
         self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
 
-    def forward(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Gate and normalize [..., width]. The result has the dtype of `gate`."""
-        gated = widened(out) * F.silu(widened(gate))
-        groups: torch.Tensor = gated.unflatten(-1, (self.num_groups, -1))
+    def forward(
+        self,
+        out: torch.Tensor,
+        gate: torch.Tensor,
+        average: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Gate and normalize [..., width]. The result has the dtype of `gate`.
+
+        Args:
+            average: averages mean squares, [..., 1, 1], over the ranks that share a group. None: each group is on one
+                rank.
+        """
+        groups: torch.Tensor = gated(out, gate).unflatten(-1, (self.num_groups, -1))
         mean = groups.square().mean(dim=-1, keepdim=True)
+        if average is not None:
+            mean = average(mean)
         normed = (groups * torch.rsqrt(mean + self.eps)).flatten(-2)
         return (normed * widened(self.weight)).to(gate.dtype)
+
+
+def gated(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Multiply by SiLU of the gate, in float32 or wider."""
+    return widened(out) * F.silu(widened(gate))
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return x * scale, or `x` itself if `scale` is 1."""
+    return x if scale == 1.0 else x * scale
 
 
 def scan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ def fused_options(spec: ModelSpec, overrides: Mapping[str, Any]) -> dict[str, An
     return {
         # Fused only if megatron-core has a kernel for it.
         "bias_activation_fusion": spec.activation in FUSED_ACTIVATIONS
+        and spec.gate_scale == 1.0
         and not own_activation,
         "bias_dropout_fusion": not spec.linear_bias,
         "apply_rope_fusion": (
@@ -125,6 +127,11 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def scaled_silu(scale: float, x: torch.Tensor) -> torch.Tensor:
+    """Return SiLU of x * scale."""
+    return F.silu(x * scale)
+
+
 # `ModelSpec.activation` -> fields of TransformerConfig.
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "silu": {"activation_func": F.silu},
@@ -181,6 +188,13 @@ def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
 
 def _described_options(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that describe the model's attention, MLP and norms."""
+    activation = ACTIVATIONS[spec.activation]
+    if spec.gate_scale != 1.0:
+        assert spec.activation == "silu", "the only activation of scaled gates"
+        activation = {
+            "activation_func": partial(scaled_silu, spec.gate_scale),
+            "bias_activation_fusion": False,
+        }
     return {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -214,7 +228,7 @@ def _described_options(spec: ModelSpec) -> dict[str, Any]:
         "add_bias_linear": spec.linear_bias,
         "add_qkv_bias": spec.qkv_bias,
         "qk_layernorm": spec.qk_norm,
-        **ACTIVATIONS[spec.activation],
+        **activation,
     }
 
 
@@ -312,7 +326,7 @@ def _check_for_model(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     if spec.is_recurrent:
         _check_recurrent(options)
     if spec.mamba is not None:
-        _check_mamba(options)
+        _check_mamba(options, spec)
 
 
 def _check_needs(overrides: Mapping[str, Any]) -> None:
@@ -368,9 +382,9 @@ def _check_recurrent(options: Mapping[str, Any]) -> None:
             )
 
 
-def _check_mamba(options: Mapping[str, Any]) -> None:
+def _check_mamba(options: Mapping[str, Any], spec: ModelSpec) -> None:
     """Refuse options that Mamba layers do not follow."""
-    if not options["hetereogenous_dist_checkpoint"]:
+    if spec.layer_kinds and not options["hetereogenous_dist_checkpoint"]:
         raise ModelError(
             "megatron.hetereogenous_dist_checkpoint=false: layers of this model have different weights, which a "
             "checkpoint cannot store in one array. Leave it out."

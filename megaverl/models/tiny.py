@@ -150,6 +150,27 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-9,
         "layer_norm_epsilon": 1e-5,
     },
+    "FalconH1ForCausalLM": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        # Shorter than most samples.
+        "mamba_chunk_size": 16,
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": True,
+        "pad_token_id": None,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.4,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.6,
+        "ssm_multipliers": [0.4, 1.5, 0.6, 1.7, 0.8],
+        "mlp_multipliers": [1.4, 0.5],
+    },
     "Olmo2ForCausalLM": {"pad_token_id": None},
     # Shorter than most samples. Every other layer has full attention, without rotary
     # embeddings.

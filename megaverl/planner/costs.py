@@ -15,7 +15,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.planner.buffers import ITEMSIZE
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.stages import Recompute, padded_vocab_size
-from megaverl.sharding.model_spec import DeltaNetSpec, ModelSpec
+from megaverl.sharding.model_spec import DeltaNetSpec, MambaSpec, ModelSpec
 
 # Kernel launches of a layer's forward pass: norms, products, rotation, attention,
 # activation, residuals.
@@ -258,10 +258,12 @@ class ModelCosts:
         hidden = size * tokens * spec.hidden_size
         # Two all-gathers and two reduce-scatters, or two all-reduces, which move as
         # many bytes.
+        # A Mamba-2 layer beside attention has messages of its own.
+        blocks = 2 + spec.has_mamba_beside_attention
         if sequence_parallel:
-            wait = 4 * self.links.gather(hidden, tp)
+            wait = 2 * blocks * self.links.gather(hidden, tp)
         else:
-            wait = 2 * self.links.all_reduce(hidden, tp)
+            wait = blocks * self.links.all_reduce(hidden, tp)
         kernels: float = FORWARD_KERNELS
         if is_moe and spec.moe is not None:
             expert, moved, away = self._experts(tokens, grid)
@@ -411,11 +413,20 @@ class ModelCosts:
         ]
 
     def _attention_products(self, tokens: float, tp: int) -> float:
-        """Return the seconds of the products of the average layer's attention or gated delta net."""
+        """Return the seconds of the products of the average layer's attention or gated delta net.
+
+        A Mamba-2 layer beside attention is added.
+        """
         products = sum(
             self.product(tokens, inner, columns)
             for inner, columns in self._attention_shapes(tp)
         )
+        if self.spec.has_mamba_beside_attention and self.spec.mamba is not None:
+            mamba, hidden = self.spec.mamba, self.spec.hidden_size
+            products += self.product(tokens, hidden, mamba.in_rows / tp)
+            products += self.product(tokens, mamba.inner_size / tp, hidden)
+            scanned = tokens * scan_flops(mamba) / tp
+            products += scanned / (self.peak * self.hardware.attention_efficiency)
         if (net := self.spec.delta_net) is None:
             return products
         share = attention_share(self.spec)
@@ -517,10 +528,15 @@ def mamba_flops(spec: ModelSpec) -> float:
     if (mamba := spec.mamba) is None:
         return 0.0
     projections = 2 * spec.hidden_size * (mamba.in_rows + mamba.inner_size)
+    return projections + scan_flops(mamba)
+
+
+def scan_flops(mamba: MambaSpec) -> float:
+    """Return the operations per token of a Mamba-2 layer's convolution and scan."""
     # Half of a chunk's pairs of tokens, then the states of chunks.
     pairs = mamba.chunk_size * (mamba.group_rows + mamba.inner_size)
     states = 4 * mamba.inner_size * mamba.state_size
-    return projections + 2 * mamba.conv_size * mamba.conv_rows + pairs + states
+    return 2 * mamba.conv_size * mamba.conv_rows + pairs + states
 
 
 def attention_parameters(spec: ModelSpec) -> float:

@@ -718,7 +718,14 @@ def kv_bytes_per_token(spec: ModelSpec, tp: int, itemsize: int) -> int:
 
 
 def state_bytes(spec: ModelSpec, tp: int, itemsize: int) -> int:
-    """Return the bytes of one sequence's states on one rank: of gated delta nets in float32, and of convolutions."""
+    """Return the bytes of one sequence's states on one rank: of gated delta nets in float32, and of convolutions.
+
+    States of Mamba-2 layers have the model's dtype.
+    """
+    if (mamba := spec.mamba) is not None:
+        of_layer = mamba.inner_size * mamba.state_size
+        of_layer += mamba.conv_rows * (mamba.conv_size - 1)
+        return spec.count_layers("mamba") * itemsize * of_layer // tp
     net = spec.delta_net
     if net is None:
         return 0

@@ -17,7 +17,7 @@ from typing import Any
 
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
-from megaverl.sharding.model_spec import DeltaNetSpec, ModelSpec
+from megaverl.sharding.model_spec import DeltaNetSpec, MambaSpec, ModelSpec
 
 MORE = "more micro-batches"
 
@@ -309,9 +309,12 @@ def attention_bytes(
 ) -> float:
     """Return the bytes per token of queries, keys, values and of attention's output, the input of the projection.
 
-    With gated delta nets in some layers, it is the mean over all layers.
+    With gated delta nets in some layers, it is the mean over all layers. A Mamba-2 layer
+    beside attention is added.
     """
     held = _attention_bytes(shape, sequence, keep_core=keep_core, keep_up=keep_up)
+    if shape.spec.has_mamba_beside_attention and shape.spec.mamba is not None:
+        held += mamba_bytes(shape, shape.spec.mamba)
     if shape.spec.delta_net is None:
         return held
     share = shape.spec.count_layers("attention") / shape.spec.num_layers
@@ -331,6 +334,21 @@ def delta_net_bytes(shape: LayerShape, net: DeltaNetSpec) -> float:
     held += net.num_value_heads * per_head
     # The norm's and the output projection's inputs.
     return (held + (4 + size) * net.value_width) / shape.tp
+
+
+def mamba_bytes(shape: LayerShape, mamba: MambaSpec) -> float:
+    """Return the bytes per token that a Mamba-2 layer keeps of a packed row, counted from PyTorch's operators."""
+    size, inner, channels = shape.itemsize, mamba.inner_size, mamba.conv_rows
+    # The convolution: a float32 copy for each tap, SiLU's input, and its output, from
+    # which the scan is computed again.
+    held = 4 * channels * (mamba.conv_size + 1) + size * channels
+    # Float32 copies of x, the scan's output and the gate for their products, and the
+    # time steps.
+    held += 4 * (4 * inner + 2 * mamba.num_heads)
+    if mamba.has_norm:
+        held += 2 * 4 * inner
+    # The output projection's input.
+    return (held + size * inner) / shape.tp
 
 
 def _attention_bytes(

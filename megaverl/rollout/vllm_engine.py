@@ -652,21 +652,10 @@ def _device_defaults(
             if may_have_experts and not options.load_weights
             else {}
         )
-    states = {}
-    if (net := spec.delta_net) is not None:
-        per_head = net.key_head_dim * net.value_head_dim
-        taps = (2 * net.key_width + net.value_width) * (net.conv_width - 1)
-        # States in float32, and the last inputs of the convolution.
-        numel = 2 * net.num_value_heads * per_head + taps
-        states = {
-            "num_states": sum(net.layers),
-            "state_bytes": options.dtype.itemsize * numel // tp_size,
-        }
-    # vLLM pads a Mamba-2 layer's states to the blocks of a layer with attention.
-    num_cached = spec.num_layers if spec.mamba else spec.count_layers("attention")
     defaults: dict[str, Any] = vllm_cpu().engine_defaults(
-        **states,
-        num_layers=num_cached,
+        **_states(spec, tp_size, options.dtype),
+        # A model may have Mamba layers alone.
+        num_layers=max(1, spec.count_layers("attention")),
         num_kv_heads=max(1, spec.num_kv_heads // tp_size),
         head_dim=spec.head_dim,
         dtype=options.dtype,
@@ -676,6 +665,27 @@ def _device_defaults(
     )
     # `check_runs_here` has the reason.
     return defaults | ({"enable_prefix_caching": False} if spec.is_recurrent else {})
+
+
+def _states(spec: ModelSpec, tp_size: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the number of layers with a state and the bytes of one state on a rank, if there are such layers."""
+    # States in float32, twice the 16 bits of others, and the last inputs of the convolution.
+    if (net := spec.delta_net) is not None:
+        per_head = net.key_head_dim * net.value_head_dim
+        taps = (2 * net.key_width + net.value_width) * (net.conv_width - 1)
+        numel = 2 * net.num_value_heads * per_head + taps
+        num_states = sum(net.layers)
+    elif (mamba := spec.mamba) is not None:
+        # Every rank has a copy of a single group.
+        rows = mamba.inner_size + 2 * max(mamba.group_rows, tp_size * mamba.state_size)
+        numel = 2 * mamba.inner_size * mamba.state_size + rows * (mamba.conv_size - 1)
+        num_states = spec.count_layers("mamba")
+    else:
+        return {}
+    return {
+        "num_states": num_states,
+        "state_bytes": dtype.itemsize * numel // tp_size,
+    }
 
 
 def _place(tp_size: int) -> tuple[int, int, int]:

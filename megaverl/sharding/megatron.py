@@ -19,7 +19,7 @@ Rules of a rank (megatron-core 0.16, `models/gpt/gpt_model.py`,
 - A gated delta net's `in_proj_qkvz` is [q, k, v and z rows of key head 0, q, k, v and z rows of key head 1, ...], split
   into equal runs of rows. So are `in_proj_ba` and `conv1d` (`models/gated_delta_net.py`).
 - `in_proj` and `conv1d` of a Mamba-2 layer are [this rank's gate rows; its rows of x, B, C and time steps], and
-  [x; B; C].
+  [x; B; C]. Ranks that share a group divide its rows of B and C (`models/mamba.py`).
 - The down-projections of latent attention are whole on every rank, in Transformer Engine's layer spec and in megaverl's
   local one (`models/attention.py`). megatron-core's own local spec would split them.
 
@@ -510,10 +510,11 @@ def checkpoint_layout(
     shapes: dict[str, tuple[int, ...]] = {}
     for local, place in places.items():
         shape = single.local_shapes[local]
+        front = _front(place, counts)
         for part in parts.get(local, ()):
-            shapes[f"{place.key}.{part.name}"] = (part.rows, *shape[1:])
+            shapes[f"{place.key}.{part.name}"] = (*front, part.rows, *shape[1:])
         if local not in parts:
-            shapes[place.key] = (*_front(place, counts), *shape)
+            shapes[place.key] = (*front, *shape)
     seen = {local: places[local].key for local in single.local_shapes}
     views = {}
     for local, (name, view) in single.views.items():
@@ -524,16 +525,16 @@ def checkpoint_layout(
         views[seen[local]] = (places[name].key, key_of_rest)
     pieces = []
     for tensor, box, local, inner in single.pieces:
+        stored_key = seen[local]
         if local in parts:
             part = next(p for p in parts[local] if p.start == inner.start[0])
-            key = f"{places[local].key}.{part.name}"
-            pieces.append(Piece(tensor, box, key, cut(inner.shape, 0, 0, part.rows)))
-            continue
+            stored_key = f"{places[local].key}.{part.name}"
+            inner = cut(inner.shape, 0, 0, part.rows)
         front = places[single.stored_in(local)].front
         stored = Box(
             (*front, *inner.start), (*(index + 1 for index in front), *inner.stop)
         )
-        pieces.append(Piece(tensor, box, seen[local], stored))
+        pieces.append(Piece(tensor, box, stored_key, stored))
     return Layout(tuple(pieces), shapes, single.global_shapes, views=views)
 
 

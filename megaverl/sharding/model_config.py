@@ -43,6 +43,7 @@ MODEL_TYPES = {
     "ArceeForCausalLM": "arcee",
     "NemotronForCausalLM": "nemotron",
     "NemotronHForCausalLM": "nemotron_h",
+    "FalconH1ForCausalLM": "falcon_h1",
     "Starcoder2ForCausalLM": "starcoder2",
     "Olmo2ForCausalLM": "olmo2",
     "Exaone4ForCausalLM": "exaone4",
@@ -329,11 +330,23 @@ MAMBA_SIZES = (
     "conv_kernel",
     "chunk_size",
 )
-# The only supported `time_step_limit`, the range of a layer's time steps in NVIDIA's own
-# class. transformers and vLLM ignore the key.
+# Architectures whose layers add the outputs of attention and of a Mamba-2 layer, and the
+# sizes of the latter.
+ATTENTION_BESIDE_MAMBA = ("FalconH1ForCausalLM",)
+BESIDE_SIZES = (
+    "mamba_n_heads",
+    "mamba_n_groups",
+    "mamba_d_state",
+    "mamba_d_conv",
+    "mamba_chunk_size",
+)
+# Keys with several factors on parts of these layers -> their number.
+LISTED_SCALES = {"mlp_multipliers": 2, "ssm_multipliers": 5}
+# The only supported `time_step_limit`, the range of a Mamba-2 layer's time steps. vLLM
+# ignores the key.
 UNLIMITED_STEPS = (0.0, math.inf)
-# Architectures whose MLP has another activation than SiLU -> the only supported value
-# of `hidden_act`, and the name in `ModelSpec.activation`.
+# Architectures whose MLP has another activation than SiLU, or SiLU under one name -> the
+# only supported value of `hidden_act`, and the name in `ModelSpec.activation`.
 OTHER_ACTIVATION = {
     "GemmaForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
     "Gemma2ForCausalLM": ("gelu_pytorch_tanh", "gelu_tanh"),
@@ -342,6 +355,8 @@ OTHER_ACTIVATION = {
     "ArceeForCausalLM": ("relu2", "squared_relu"),
     "NemotronHForCausalLM": ("relu2", "squared_relu"),
     "NemotronForCausalLM": ("relu2", "squared_relu"),
+    # vLLM (0.32, `falcon_h1.py`) does not know the name "swish".
+    "FalconH1ForCausalLM": ("silu", "silu"),
 }
 
 # vLLM (0.32, `granite.py`) reads these keys of Granite's models, and transformers' class
@@ -480,6 +495,14 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "residual_in_fp32": (False, None),
         "hidden_dropout": (0.0, None),
     },
+    # vLLM (0.32, `falcon_h1.py`) has no biases in attention and MLP, and one key for those
+    # of both projections of a Mamba layer, for which transformers has two. It reads the
+    # window, which transformers' class ignores.
+    "FalconH1ForCausalLM": {
+        "mamba_proj_bias": (False, None),
+        "projectors_bias": (False, None),
+        "sliding_window": (None,),
+    },
     # transformers' class ignores these keys of Tencent's own class.
     "HunYuanDenseV1ForCausalLM": {
         "use_qk_norm": (True,),
@@ -509,6 +532,15 @@ SCALES = {
     "Cohere2ForCausalLM": ("logit_scale",),
     "Gemma2ForCausalLM": ("query_pre_attn_scalar",),
     "Gemma3ForCausalLM": ("query_pre_attn_scalar",),
+    "FalconH1ForCausalLM": (
+        "embedding_multiplier",
+        "lm_head_multiplier",
+        "key_multiplier",
+        "attention_in_multiplier",
+        "attention_out_multiplier",
+        "ssm_in_multiplier",
+        "ssm_out_multiplier",
+    ),
 }
 # Soft caps on attention's scores and on logits, which may be null, by the architecture
 # that has them.
@@ -622,6 +654,10 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
         numbers += [*LATENT_SIZES, "q_lora_rank"]
     if architecture in WITH_DELTA_NET:
         numbers += DELTA_NET_SIZES
+    if architecture in ATTENTION_BESIDE_MAMBA:
+        numbers += [*BESIDE_SIZES, "mamba_d_ssm"]
+        optional.add("mamba_d_ssm")
+        yield from _listed_scales(config)
     for key in dict.fromkeys(numbers):
         value = config.get(key, 1)
         # `isinstance` would accept True, which is an int.
@@ -647,6 +683,18 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
             yield f"{key} is {config[key]!r}; expected a JSON object or null. {AGAIN}"
 
 
+def _listed_scales(config: dict[str, Any]) -> Iterator[str]:
+    """Yield problems with lists of factors, and with the width of a Mamba head, which may be "auto"."""
+    for key, number in LISTED_SCALES.items():
+        value = config.get(key)
+        is_list = isinstance(value, list) and len(value) == number
+        if value is not None and not (is_list and all(map(_is_positive, value))):
+            yield f"{key} is {value!r}; expected {number} numbers above 0. {AGAIN}"
+    width = config.get("mamba_d_head", "auto")
+    if width != "auto" and (type(width) is not int or width < 1):
+        yield f'mamba_d_head is {width!r}; expected a whole number above 0, or "auto". {AGAIN}'
+
+
 def not_computed(described: Described) -> Iterator[str]:
     """Yield a message for everything that would be computed differently from transformers."""
     architecture = described.architecture
@@ -666,7 +714,10 @@ def not_computed(described: Described) -> Iterator[str]:
     if architecture in MAMBA_LAYERS:
         yield from _mamba(described)
         return
-    yield from _windows(described)
+    if architecture in ATTENTION_BESIDE_MAMBA:
+        yield from _mamba_beside_attention(described)
+    else:
+        yield from _windows(described)
     yield from _rope(described)
     if architecture in IMAGE_MODEL_TYPES:
         yield from _rope_in_three_dimensions(described)
@@ -788,6 +839,32 @@ def _mamba(described: Described) -> Iterator[str]:
             f"{described.says('time_step_limit')}; only [0.0, Infinity] is computed, and transformers and vLLM (0.32) "
             f"ignore the key. {OTHER_MODEL}"
         )
+
+
+def _mamba_beside_attention(described: Described) -> Iterator[str]:
+    """Yield problems with layers that add the outputs of attention and of a Mamba-2 layer."""
+    values = described.values
+    yield from _undivided(described, "mamba_n_groups", "mamba_n_heads")
+    if values["mamba_rms_norm"] and values["mamba_norm_before_gate"]:
+        yield (
+            f"{described.named('mamba_rms_norm', 'mamba_norm_before_gate')}: vLLM (0.32) always gates before the norm, "
+            f"as do the models published with this norm. {OTHER_MODEL}"
+        )
+    # transformers cannot compute a null.
+    if tuple(map(_as_float, values["time_step_limit"] or ())) != UNLIMITED_STEPS:
+        yield (
+            f"{described.says('time_step_limit')}; only [0.0, Infinity] is computed, and vLLM (0.32) ignores the key. "
+            f"{OTHER_MODEL}"
+        )
+    if "head_dim" in values and values["head_dim"] is None:
+        size = values["hidden_size"] // values["num_attention_heads"]
+        yield f"{described.says('head_dim')}; transformers cannot compute it. Remove the key, or set it to {size}."
+    # vLLM (0.32) rotates so many dimensions of each head, transformers' class all.
+    whole = values.get("head_dim") or (
+        values["hidden_size"] // values["num_attention_heads"]
+    )
+    if values.get("attn_rotary_emb", whole) != whole:
+        yield f"{described.says('attn_rotary_emb')}; only {whole}, a whole head, is computed. {OTHER_MODEL}"
 
 
 def _as_float(value: Any) -> float:

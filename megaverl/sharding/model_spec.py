@@ -16,6 +16,7 @@ from megaverl.outside import read_json_file
 from megaverl.sharding.model_config import (
     AGAIN,
     ALTERNATING_AXES,
+    ATTENTION_BESIDE_MAMBA,
     EXPERT_KEYS,
     GRANITE_SCALES,
     IMAGE_MODEL_TYPES,
@@ -56,7 +57,6 @@ NO_TABLE = {
     "temperature",
     "DeepseekV32ForCausalLM": "megatron-core's sparse attention (0.16 to 0.19) needs fast-hadamard-transform, which is "
     "for GPUs alone, and reads packed rows from 0.19 on",
-    "FalconH1ForCausalLM": "megatron-core's layers (0.16 to 0.19) have no attention and Mamba layer side by side",
 }
 # Likewise for other models with images.
 NO_TOWER = (
@@ -253,11 +253,14 @@ class MambaSpec:
     Attributes:
         num_heads: heads of the state space model.
         head_dim: width of a head.
-        num_groups: groups of heads that share B and C, and the norm of the gated output.
+        num_groups: groups of heads that share B and C, and the norm of the gated output if there is one.
         state_size: width of a head's state.
         conv_size: tokens that the causal convolution reads.
         conv_bias: the convolution has a bias.
         chunk_size: tokens of a chunk, within which outputs are computed as attention is. It does not change the result.
+        has_norm: the gated output is normalized.
+        in_scale, out_scale: factors on the layer's input and output.
+        part_scales: factors on the parts of the input projection: the gate, x, B, C and the time steps.
     """
 
     num_heads: int
@@ -267,6 +270,10 @@ class MambaSpec:
     conv_size: int
     conv_bias: bool
     chunk_size: int
+    has_norm: bool = True
+    in_scale: float = 1.0
+    out_scale: float = 1.0
+    part_scales: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def inner_size(self) -> int:
@@ -335,7 +342,7 @@ class ModelSpec:
         delta_net: gated delta nets in some layers. None: every layer has attention.
         output_gate: a sigmoid of a further projection scales the output of each attention head (Qwen3-Next,
             Qwen3.5).
-        mamba: Mamba-2 layers. None: there are none.
+        mamba: Mamba-2 layers, beside attention in every layer if `layer_kinds` is empty. None: there are none.
         layer_kinds: the only part of each layer. Empty: every layer has attention and an MLP.
         has_rope: attention has rotary embeddings.
         activation: activation of the MLP's gate. `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`, `squared_relu` its
@@ -357,7 +364,8 @@ class ModelSpec:
         local_rope_layers: whether each layer has `local_rope_theta`.
         embedding_scale: factor on embeddings, sqrt(hidden_size) in Gemma.
         softmax_scale: factor on attention's scores. None: 1 / sqrt(head_dim).
-        residual_scale: factor on the outputs of attention and MLP (Granite).
+        gate_scale: factor on the MLP's gates before their activation (Falcon-H1).
+        attention_out_scale, mlp_out_scale: factors on the outputs of attention and MLP (Granite, Falcon-H1).
         logit_scale: factor on logits.
         attention_softcap: cap c of attention's scores s, which become c tanh(s / c) (Gemma 2). None: no cap.
         logit_softcap: the same for logits.
@@ -411,7 +419,9 @@ class ModelSpec:
     local_rope_layers: tuple[bool, ...] = ()
     embedding_scale: float = 1.0
     softmax_scale: float | None = None
-    residual_scale: float = 1.0
+    gate_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    mlp_out_scale: float = 1.0
     logit_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -431,6 +441,11 @@ class ModelSpec:
         return 3 if self.is_gated else 2
 
     @property
+    def has_mamba_beside_attention(self) -> bool:
+        """Return whether every layer adds the outputs of attention and of a Mamba-2 layer (Falcon-H1)."""
+        return self.mamba is not None and not self.layer_kinds
+
+    @property
     def is_recurrent(self) -> bool:
         """Return whether layers carry a state from token to token, so that samples cannot share tokens of a row."""
         return self.mamba is not None or self.delta_net is not None
@@ -440,7 +455,7 @@ class ModelSpec:
         if self.layer_kinds:
             return self.layer_kinds.count(kind)
         if kind == "mamba":
-            return 0
+            return self.num_layers * self.has_mamba_beside_attention
         num_nets = sum(self.delta_net.layers) if self.delta_net else 0
         return self.num_layers - num_nets * (kind == "attention")
 
@@ -705,6 +720,8 @@ def _read(described: Described) -> dict[str, Any]:
     if architecture in MAMBA_LAYERS:
         fields |= _read_mamba(described)
         return fields
+    if architecture in ATTENTION_BESIDE_MAMBA:
+        fields["mamba"] = _read_mamba_beside_attention(values)
     if architecture in EXPERT_KEYS:
         fields["moe"] = _read_experts(described)
     if architecture in WITH_LATENT_ATTENTION:
@@ -803,6 +820,23 @@ def _read_mamba(described: Described) -> dict[str, Any]:
     }
 
 
+def _read_mamba_beside_attention(values: dict[str, Any]) -> MambaSpec:
+    """Return the Mamba-2 part of Falcon-H1's layers."""
+    return MambaSpec(
+        num_heads=values["mamba_n_heads"],
+        head_dim=values["mamba_d_head"],
+        num_groups=values["mamba_n_groups"],
+        state_size=values["mamba_d_state"],
+        conv_size=values["mamba_d_conv"],
+        conv_bias=bool(values["mamba_conv_bias"]),
+        chunk_size=values["mamba_chunk_size"],
+        has_norm=bool(values["mamba_rms_norm"]),
+        in_scale=float(values["ssm_in_multiplier"]),
+        out_scale=float(values["ssm_out_multiplier"]),
+        part_scales=tuple(map(float, values["ssm_multipliers"])),
+    )
+
+
 def _scales(described: Described) -> dict[str, float]:
     """Return the factors on embeddings, scores of attention, outputs of layers and logits, if there are any."""
     values = described.values
@@ -811,9 +845,12 @@ def _scales(described: Described) -> dict[str, float]:
         return {
             "embedding_scale": float(values["embedding_multiplier"]),
             "softmax_scale": float(values["attention_multiplier"]),
-            "residual_scale": float(values["residual_multiplier"]),
+            "attention_out_scale": float(values["residual_multiplier"]),
+            "mlp_out_scale": float(values["residual_multiplier"]),
             "logit_scale": 1.0 / float(values["logits_scaling"]),
         }
+    if architecture in ATTENTION_BESIDE_MAMBA:
+        return _falcon_scales(values)
     if architecture == "Cohere2ForCausalLM":
         return {"logit_scale": float(values["logit_scale"])}
     if architecture not in (
@@ -826,6 +863,26 @@ def _scales(described: Described) -> dict[str, float]:
     if architecture != "GemmaForCausalLM":
         scales["softmax_scale"] = values["query_pre_attn_scalar"] ** -0.5
     return scales
+
+
+def _falcon_scales(values: dict[str, Any]) -> dict[str, float]:
+    """Return Falcon-H1's factors outside the Mamba-2 layers.
+
+    The factor on attention's input reaches queries, keys and values. Scores are
+    proportional to queries and keys, and the output to values.
+    """
+    num_heads = values["num_attention_heads"]
+    head_dim = values.get("head_dim") or values["hidden_size"] // num_heads
+    of_input = float(values["attention_in_multiplier"])
+    gate, down = values["mlp_multipliers"]
+    return {
+        "embedding_scale": float(values["embedding_multiplier"]),
+        "softmax_scale": of_input**2 * values["key_multiplier"] * head_dim**-0.5,
+        "attention_out_scale": of_input * values["attention_out_multiplier"],
+        "gate_scale": float(gate),
+        "mlp_out_scale": float(down),
+        "logit_scale": float(values["lm_head_multiplier"]),
+    }
 
 
 # Architectures whose key of biases on queries, keys and values is not `attention_bias`.
@@ -1108,15 +1165,25 @@ def misfits(
 def _mamba_parts(mamba: MambaSpec, engine: bool) -> dict[str, Callable[[int], bool]]:
     """Return which sizes of tensor parallelism divide a Mamba-2 layer.
 
-    A norm is over each group, so a group stays on one rank. vLLM gives all ranks a copy
-    of a single group.
+    Several ranks can share a group. In vLLM each of them then has a copy of its rows,
+    which works for a single group whose convolution has a bias (0.32,
+    `mamba_mixer2.py`). In Megatron they divide its rows.
     """
     groups = mamba.num_groups
+
+    def fits_groups(size: int) -> bool:
+        if not groups % size:
+            return True
+        if engine:
+            return groups == 1 and mamba.conv_bias
+        return not (size % groups or mamba.group_rows % size)
+
+    words = f"{groups} Mamba group{'s' * (groups > 1)}"
+    if engine and groups == 1 and not mamba.conv_bias:
+        words += ", which vLLM copies only with a bias of the convolution"
     return {
         f"{mamba.num_heads} Mamba heads": _divides(mamba.num_heads),
-        f"{groups} Mamba groups": lambda size: (
-            not groups % size or (engine and groups == 1)
-        ),
+        words: fits_groups,
     }
 
 

@@ -316,7 +316,10 @@ def small_spec(spec: ModelSpec, shape: GridShape) -> ModelSpec:
         )
     if spec.mamba is not None:
         changes["mamba"] = replace(
-            spec.mamba, head_dim=SMALL_HEAD, state_size=SMALL_HEAD
+            spec.mamba,
+            head_dim=SMALL_HEAD,
+            # Ranks may divide the rows of a group.
+            state_size=math.lcm(SMALL_HEAD, shape.tp),
         )
     if spec.moe is not None:
         width = SMALL_HEAD * shape.expert_tp

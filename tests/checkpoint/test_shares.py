@@ -78,11 +78,17 @@ def test_experts_are_shared_by_the_ranks_that_hold_them(
             )
 
 
+@pytest.mark.parametrize(
+    "architecture", ["NemotronHForCausalLM", "FalconH1ForCausalLM"]
+)
 def test_parts_of_mamba_layers_resume_on_other_grids(
-    launch: Launcher, tmp_path: Path
+    architecture: str, launch: Launcher, tmp_path: Path
 ) -> None:
-    """Rows of a rank's parameter belong to several arrays of the checkpoint, also with their moments."""
-    folder = make_tiny_folder(tmp_path / "model", "NemotronHForCausalLM")
+    """Rows of a rank's parameter belong to several arrays of the checkpoint, also with their moments.
+
+    The second model's layers are stacked, and four ranks share its two groups.
+    """
+    folder = make_tiny_folder(tmp_path / "model", architecture)
     save = {"folder": folder, "root": tmp_path / "saves"}
     grids: dict[str, Any] = {"actor": {"tp": 2}}
     launch.world(4, RANKS + "measured_save", grids=grids, **save)

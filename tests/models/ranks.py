@@ -147,7 +147,7 @@ def _draw_large(model: torch.nn.Module) -> None:
     stored_minus_one = ("Gemma", "Qwen3Next", "Qwen3_5")
     norms_at = 0.0 if type(model).__name__.startswith(stored_minus_one) else 1.0
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith("inv_freq") or not tensor.dim():
+        if name.endswith(("inv_freq", "mup_vector")) or not tensor.dim():
             continue
         if tensor.dim() == 1 or name.endswith("bias"):
             tensor.normal_(norms_at if name.endswith("norm.weight") else 0.0, 0.1)

@@ -39,6 +39,12 @@ NEEDED = {
     "NemotronForCausalLM": HEADS,
     # The default has layers with experts, and time steps that transformers alone raises.
     "NemotronHForCausalLM": {"layers_block_type", "time_step_min"},
+    # Sizes that fit each other, and a norm before the gate.
+    "FalconH1ForCausalLM": {
+        "mamba_d_ssm",
+        "mamba_n_heads",
+        "mamba_norm_before_gate",
+    },
     "OlmoeForCausalLM": HEADS,
     "MiMoForCausalLM": HEADS,
     "Qwen2ForCausalLM": HEADS,
@@ -183,6 +189,31 @@ MORE: dict[str, list[dict[str, Any]]] = {
             "vocab_size": 131,
             "num_key_value_heads": 1,
         },
+    ],
+    "FalconH1ForCausalLM": [
+        # As the published folders write it.
+        {
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+            "mamba_d_head": "auto",
+            "mamba_n_groups": 1,
+            "rope_parameters": None,
+            "rope_theta": 1e11,
+        },
+        {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_expand": 3},
+        {"mamba_conv_bias": False},
+        {"mamba_d_conv": 2},
+        {"mamba_n_groups": 1, "mamba_chunk_size": 7},
+        {
+            "mamba_n_heads": 6,
+            "mamba_d_head": 5,
+            "mamba_d_ssm": 30,
+            "mamba_n_groups": 3,
+            "mamba_d_state": 3,
+        },
+        {"mlp_multipliers": None, "ssm_multipliers": None},
+        {"num_key_value_heads": None},
+        {"attn_rotary_emb": 8},
     ],
     "Starcoder2ForCausalLM": [
         {"use_bias": False},

@@ -45,6 +45,7 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "gated delta nets": ("Qwen3_5ForCausalLM", SEQUENCE_PARALLEL),
     "norms after rotation": ("HunYuanDenseV1ForCausalLM", SEQUENCE_PARALLEL),
     "layers of one part each": ("NemotronHForCausalLM", SEQUENCE_PARALLEL),
+    "Mamba beside attention": ("FalconH1ForCausalLM", SEQUENCE_PARALLEL),
     "cut": ("Qwen2ForCausalLM", {"shape": {"cp": 2}, "megatron": {}}),
     "latent": (LATENT, SEQUENCE_PARALLEL),
     # experts with biases, gates in turn; a window in every other layer
@@ -127,7 +128,12 @@ def test_packed_rows_under_transformer_engine_give_the_same_update(
         assert not rows, "Transformer Engine's attention has none, and ours computes it"
     else:
         # A sample cannot continue with the state of another one.
-        apart = ("cut", "gated delta nets", "layers of one part each")
+        apart = (
+            "cut",
+            "gated delta nets",
+            "layers of one part each",
+            "Mamba beside attention",
+        )
         assert rows and looks_back == (name not in apart), (
             "prompts are computed once, and looked back at"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.grid import GridShape
+from megaverl.models.mamba import Mamba2Mixer
+from megaverl.models.options import transformer_config
+from megaverl.planner.stages import LayerShape, mamba_bytes
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import make_plan
@@ -23,6 +28,7 @@ from megaverl.workers.model_options import ModelOptions
 from megaverl.workers.optimizers import MegatronTrainable, single_optimizers
 from megaverl.workers.policy import Actor
 from tests.models.ranks import manager
+from tests.sharding.specs import make_spec
 from tests.workers.ranks import experience
 
 platform.adapt_megatron()
@@ -31,6 +37,31 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica  # noqa: E402
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "master_param", "momentum_buffer")
+
+
+def kept_by_mamba(**changes: Any) -> tuple[float, float]:
+    """Bytes per token that a Mamba-2 layer keeps of a packed row, and those that the planner counts."""
+    spec = make_spec("FalconH1ForCausalLM", hidden_size=64)
+    assert spec.mamba is not None
+    mamba = replace(spec.mamba, head_dim=32, state_size=64, **changes)
+    config = transformer_config(spec, GridShape(), torch.bfloat16)
+    groups = manager().grid(GridShape()).pg_collection
+    mixer = Mamba2Mixer(config, mamba, groups, has_in_norm=False)
+    weights = {weight.untyped_storage().data_ptr() for weight in mixer.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    num_tokens = 512
+    row = SimpleNamespace(positions=torch.arange(num_tokens) % 100)
+    hidden = torch.randn(num_tokens, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mixer(hidden, packed_seq_params=row)
+    return sum(kept.values()) / num_tokens, mamba_bytes(LayerShape(spec), mamba)
 
 
 def trained(

@@ -77,6 +77,15 @@ CASES = [
         False,
         {},
     ),
+    # Ranks that share a group.
+    (
+        "FalconH1ForCausalLM",
+        False,
+        {"tp": 4, "pp": 1, "dp": 1},
+        "bfloat16",
+        False,
+        {},
+    ),
     # Stages with unequal layers.
     (
         "NemotronHForCausalLM",
@@ -136,6 +145,18 @@ def test_trained_bytes_are_exact(case: tuple, launch: Launcher, tmp_path: Path) 
         assert {name: getattr(predicted, name) for name in found} == found, (
             f"rank {rank}"
         )
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_what_a_mamba_layer_keeps(has_norm: bool, launch: Launcher) -> None:
+    for num_groups in (1, 4):
+        [(kept, counted)] = launch.world(
+            1,
+            "tests.planner.ranks:kept_by_mamba",
+            has_norm=has_norm,
+            num_groups=num_groups,
+        )
+        assert counted == pytest.approx(kept, rel=0.05)
 
 
 @pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])

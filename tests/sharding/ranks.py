@@ -110,12 +110,15 @@ def place_ids(model: torch.nn.Module, case: dict[str, Any]) -> list[str]:
         parameter.data.zero_()
     # vLLM computes Mamba's A as -exp of `A_log`.
     model.load_weights(
-        (name, numbers.log() if name.endswith("mixer.A_log") else numbers)
+        (
+            name,
+            numbers.log() if name.endswith(("mixer.A_log", "mamba.A_log")) else numbers,
+        )
         for name, array in ids.items()
         for numbers in [torch.from_numpy(array).float()]
     )
     for name, parameter in parameters.items():
-        if name.endswith("mixer.A"):
+        if name.endswith(("mixer.A", "mamba.A")):
             parameter.data = (-parameter.data).round()
     layouts = vllm_layouts(
         weights,

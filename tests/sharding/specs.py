@@ -10,7 +10,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_config import EXPERT_KEYS, MAMBA_LAYERS, WITH_DELTA_NET
+from megaverl.sharding.model_config import (
+    ATTENTION_BESIDE_MAMBA,
+    EXPERT_KEYS,
+    MAMBA_LAYERS,
+    WITH_DELTA_NET,
+)
 from megaverl.sharding.model_spec import (
     ARCHITECTURES,
     DeltaNetSpec,
@@ -59,7 +64,7 @@ NEVER_TIED = (
 # Whose classes ignore `tie_word_embeddings`.
 UNTIED = ("NemotronHForCausalLM",)
 # Whose layers carry a state, so that no context-parallel rank has a part of a sample.
-RECURRENT = ("NemotronHForCausalLM", *WITH_DELTA_NET)
+RECURRENT = ("NemotronHForCausalLM", "FalconH1ForCausalLM", *WITH_DELTA_NET)
 LATENT = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
 # Attention of transformers that computes the model, where its default, sdpa, leaves a
 # soft cap on scores out.
@@ -137,6 +142,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     # Four ranks each have a group.
     "NemotronHForCausalLM": {"mamba_head_dim": 3, "ssm_state_size": 5},
+    "FalconH1ForCausalLM": {
+        "mamba_d_ssm": 24,
+        "mamba_d_head": 3,
+        "mamba_d_state": 5,
+        "mamba_n_groups": 4,
+    },
     "Qwen2MoeForCausalLM": {
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -168,7 +179,8 @@ GEMMA: dict[str, Any] = {
 GRANITE: dict[str, Any] = {
     "embedding_scale": 3.0,
     "softmax_scale": 0.4,
-    "residual_scale": 0.6,
+    "attention_out_scale": 0.6,
+    "mlp_out_scale": 0.6,
     "logit_scale": 0.4,
 }
 # What an architecture has beside Llama's layers.
@@ -203,6 +215,17 @@ FIELDS: dict[str, dict[str, Any]] = {
         "has_rope": False,
         "layer_kinds": ("mamba", "mlp", "attention", "mamba"),
         "mamba": MambaSpec(8, 2, 4, 3, 4, True, 8),
+    },
+    "FalconH1ForCausalLM": {
+        "embedding_scale": 3.0,
+        "softmax_scale": 0.4,
+        "gate_scale": 1.4,
+        "attention_out_scale": 1.04,
+        "mlp_out_scale": 0.5,
+        "logit_scale": 0.4,
+        "mamba": MambaSpec(
+            8, 2, 4, 3, 4, True, 8, True, 1.2, 0.6, (0.4, 1.5, 0.6, 1.7, 0.8)
+        ),
     },
     "Starcoder2ForCausalLM": {
         "activation": "gelu_tanh",
@@ -372,19 +395,23 @@ def specs(
         }
     if architecture in MAMBA_LAYERS:
         kinds = st.sampled_from(("mamba", "attention", "mlp"))
-        groups = most * draw(st.integers(1, 2))
-        sizes |= {
-            "layer_kinds": tuple(draw(kinds) for _ in range(num_layers)),
-            "mamba": MambaSpec(
-                num_heads=groups * draw(st.integers(1, 2)),
-                head_dim=draw(st.integers(1, 3)),
-                num_groups=groups,
-                state_size=draw(st.integers(1, 3)),
-                conv_size=draw(st.integers(1, 4)),
-                conv_bias=draw(st.booleans()),
-                chunk_size=8,
-            ),
-        }
+        sizes["layer_kinds"] = tuple(draw(kinds) for _ in range(num_layers))
+    if architecture in (*MAMBA_LAYERS, *ATTENTION_BESIDE_MAMBA):
+        # A single group has a state that all ranks divide, and a bias, without which
+        # vLLM cannot copy it.
+        groups = draw(st.sampled_from([1, most, 2 * most]))
+        sizes["mamba"] = MambaSpec(
+            num_heads=max(groups, most) * draw(st.integers(1, 2)),
+            head_dim=draw(st.integers(1, 3)),
+            num_groups=groups,
+            state_size=draw(st.integers(1, 3)) * (most if groups == 1 else 1),
+            conv_size=draw(st.integers(1, 4)),
+            conv_bias=groups == 1 or draw(st.booleans()),
+            chunk_size=8,
+            has_norm=draw(st.booleans())
+            if architecture in ATTENTION_BESIDE_MAMBA
+            else True,
+        )
     return make_spec(architecture, **sizes)
 
 

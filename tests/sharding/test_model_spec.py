@@ -17,6 +17,7 @@ from megaverl.sharding.model_config import MAMBA_LAYERS, NORM_EPS, WITH_DELTA_NE
 from megaverl.sharding.model_spec import (
     ARCHITECTURES,
     DeltaNetSpec,
+    LayerKind,
     MambaSpec,
     MLASpec,
     ModelSpec,
@@ -492,6 +493,37 @@ NEMOTRON_H: dict[str, Any] = {
     "chunk_size": 32,
     "time_step_limit": [0.0, float("inf")],
 }
+# As tiiuae/Falcon-H1-0.5B-Base's, made smaller.
+FALCON_H1: dict[str, Any] = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.9375,
+    "embedding_multiplier": 5.656854249492381,
+    "head_dim": 8,
+    "key_multiplier": 0.25,
+    "lm_head_multiplier": 0.0390625,
+    "mamba_chunk_size": 128,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 8,
+    "mamba_d_ssm": 96,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 12,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False,
+    "mamba_rms_norm": False,
+    "mamba_use_mlp": True,
+    "mlp_expansion_factor": 8,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "projectors_bias": False,
+    "rope_scaling": None,
+    "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.5, 0.75, 0.3125],
+    "ssm_out_multiplier": 0.23570226039551587,
+}
 GRANITE_MOE = {
     **GRANITE,
     "architectures": ["GraniteMoeForCausalLM"],
@@ -529,7 +561,8 @@ def test_what_scales_layers() -> None:
         logits_scaling=16,
     )
     assert (granite.embedding_scale, granite.softmax_scale) == (12.0, 0.0078125)
-    assert (granite.residual_scale, granite.logit_scale) == (0.22, 1 / 16)
+    assert (granite.attention_out_scale, granite.mlp_out_scale) == (0.22, 0.22)
+    assert granite.logit_scale == 1 / 16
     # As ibm-granite/granite-3.1-1b-a400m-instruct's.
     routed = spec(
         **GRANITE_MOE,
@@ -539,7 +572,8 @@ def test_what_scales_layers() -> None:
         logits_scaling=6.0,
     )
     assert (routed.embedding_scale, routed.softmax_scale) == (12.0, 0.015625)
-    assert (routed.residual_scale, routed.logit_scale) == (0.22, 1 / 6)
+    assert (routed.attention_out_scale, routed.mlp_out_scale) == (0.22, 0.22)
+    assert routed.logit_scale == 1 / 6
     assert routed.moe == MoESpec(8, 2, 96, normalize_weights=True)
     cohere = spec(**COHERE2, logit_scale=0.25)
     assert (cohere.logit_scale, cohere.norm, cohere.parallel_layers) == (
@@ -718,14 +752,69 @@ def test_nemotron_h_as_its_folders_write_it(tmp_path: Path) -> None:
     assert ModelSpec.from_folder(tmp_path) == replace(found, source=source)
 
 
+def test_falcon_h1_as_its_folders_write_it() -> None:
+    found = spec(**FALCON_H1)
+    assert found.mamba == MambaSpec(
+        num_heads=12,
+        head_dim=8,
+        num_groups=1,
+        state_size=16,
+        conv_size=4,
+        conv_bias=True,
+        chunk_size=128,
+        has_norm=False,
+        in_scale=1.25,
+        out_scale=0.23570226039551587,
+        part_scales=(0.3535533905932738, 0.25, 0.5, 0.75, 0.3125),
+    )
+    assert found.softmax_scale == pytest.approx(1.5**2 * 0.25 / 8**0.5)
+    assert (found.attention_out_scale, found.gate_scale, found.mlp_out_scale) == (
+        1.5 * 0.9375,
+        0.8838834764831844,
+        0.5859375,
+    )
+    assert (found.embedding_scale, found.logit_scale) == (5.656854249492381, 0.0390625)
+    assert (found.rope_theta, found.rope_scaling) == (1e11, None)
+    assert found.has_mamba_beside_attention and not found.layer_kinds
+    kinds: tuple[LayerKind, ...] = ("mamba", "attention", "mlp")
+    assert [found.count_layers(kind) for kind in kinds] == [3, 3, 3]
+    # The layer's width by itself, and that of its heads.
+    wide = {"mamba_d_ssm": None, "mamba_d_head": "auto"}
+    assert spec(**FALCON_H1 | wide).mamba == replace(found.mamba, head_dim=8)
+
+
+def test_how_tensor_parallel_ranks_share_a_falcons_groups() -> None:
+    found = spec(**FALCON_H1 | {"mamba_n_heads": 24, "mamba_d_ssm": 192})
+    assert not misfits(found, tp=2) and not misfits(found, tp=2, engine=True)
+    # Ranks of Megatron divide the 15 rows of B.
+    odd = spec(**FALCON_H1 | {"mamba_d_state": 15})
+    assert misfits(odd, tp=2)[0].parts == ["1 Mamba group"]
+    assert not misfits(odd, tp=2, engine=True)
+    no_bias = spec(**FALCON_H1 | {"mamba_conv_bias": False})
+    assert not misfits(no_bias, tp=2)
+    [misfit] = misfits(no_bias, tp=2, engine=True)
+    assert "copies only with a bias of the convolution" in misfit.reason
+    # Megatron's ranks share several groups, and vLLM's do not.
+    several = spec(
+        **FALCON_H1
+        | {"mamba_n_groups": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    )
+    assert not misfits(several, tp=4)
+    assert misfits(several, tp=4, engine=True)[0].parts == ["2 Mamba groups"]
+    assert misfits(several, tp=3)[0].parts == [
+        "4 attention heads",
+        "2 Mamba groups",
+        "4 key-value heads",
+    ]
+
+
 def test_what_models_with_mamba_layers_cannot_do() -> None:
     found = spec(**NEMOTRON_H)
     [misfit] = misfits(found, tp=3)
     assert misfit.parts == ["4 Mamba groups", "2 key-value heads"]
     assert misfit.fitting == [1, 2]
     one_group = spec(**NEMOTRON_H | {"n_groups": 1})
-    assert misfits(one_group, tp=2)[0].parts == ["1 Mamba groups"]
-    assert not misfits(one_group, tp=2, engine=True)
+    assert not misfits(one_group, tp=2) and not misfits(one_group, tp=2, engine=True)
     assert "Use cp=1" in why_rows_not_cut(found, 2)
     assert "in different chunks" in why_not_batch_invariant(found)
     assert "in few bits" in why_not_quantised(found)
@@ -989,6 +1078,38 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         (NEMOTRON_H | {"use_bias": True}, "use_bias is True; only False"),
         (NEMOTRON_H | {"sliding_window": 8}, "sliding_window is 8; only None"),
         (NEMOTRON_H | {"mlp_hidden_act": "silu"}, "only relu2 is computed"),
+        (FALCON_H1 | {"mamba_proj_bias": True}, "mamba_proj_bias is True; only False"),
+        (FALCON_H1 | {"projectors_bias": True}, "projectors_bias is True; only False"),
+        (FALCON_H1 | {"attention_bias": True}, "attention_bias is True; only False"),
+        (FALCON_H1 | {"mlp_bias": True}, "mlp_bias is True; only False"),
+        (FALCON_H1 | {"sliding_window": 8}, "sliding_window is 8; only None"),
+        (FALCON_H1 | {"hidden_act": "swish"}, "only silu is computed"),
+        (
+            FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+            "vLLM (0.32) always gates before the norm",
+        ),
+        (
+            FALCON_H1 | {"time_step_limit": [0.0, 0.1]},
+            "time_step_limit is [0.0, 0.1]; only [0.0, Infinity] is computed",
+        ),
+        (FALCON_H1 | {"time_step_limit": None}, "only [0.0, Infinity] is computed"),
+        (FALCON_H1 | {"attn_rotary_emb": 4}, "only 8, a whole head, is computed"),
+        (FALCON_H1 | {"attn_rotary_emb": None}, "only 8, a whole head, is computed"),
+        (FALCON_H1 | {"head_dim": None}, "Remove the key, or set it to 8."),
+        (
+            FALCON_H1 | {"mamba_n_groups": 5},
+            "mamba_n_groups=5 does not divide mamba_n_heads=12",
+        ),
+        (FALCON_H1 | {"mamba_n_heads": 0}, "mamba_n_heads is 0; expected a whole"),
+        (FALCON_H1 | {"mamba_d_head": None}, 'above 0, or "auto"'),
+        (FALCON_H1 | {"mamba_d_head": 7}, "do not match the model intermediate_size"),
+        (FALCON_H1 | {"mlp_multipliers": [1.0]}, "expected 2 numbers above 0"),
+        (
+            FALCON_H1 | {"ssm_multipliers": [1.0, 1.0, 1.0, 1.0, 0.0]},
+            "expected 5 numbers above 0",
+        ),
+        (FALCON_H1 | {"key_multiplier": 0}, "key_multiplier is 0; expected a number"),
+        (FALCON_H1 | {"layer_types": ["hybrid"] * 3}, "transformers cannot read it"),
         (ERNIE | {"use_bias": True}, "use_bias is True; only False"),
         (
             ERNIE | {"rope_scaling": YARN},

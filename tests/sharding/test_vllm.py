@@ -204,13 +204,12 @@ def test_vllm_itself_places_the_elements_there(
         )
     )
     # All ranks have a copy of B and C.
-    folders.append(
-        make_tiny_folder(
-            tmp_path / "NemotronHForCausalLM-one-group",
-            "NemotronHForCausalLM",
-            n_groups=1,
-        )
-    )
+    for architecture, groups in (
+        ("NemotronHForCausalLM", "n_groups"),
+        ("FalconH1ForCausalLM", "mamba_n_groups"),
+    ):
+        folder = tmp_path / f"{architecture}-one-group"
+        folders.append(make_tiny_folder(folder, architecture, **{groups: 1}))
     cases = [
         {
             "folder": str(folder),

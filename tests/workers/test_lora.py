@@ -39,6 +39,7 @@ FUSED = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "NemotronHForCausalLM",
+    "FalconH1ForCausalLM",
 )
 TARGETS = {
     "Qwen2ForCausalLM": "q_proj k_proj v_proj o_proj gate_proj down_proj",
@@ -48,6 +49,7 @@ TARGETS = {
     "Qwen3NextForCausalLM": "in_proj_qkvz in_proj_ba out_proj q_proj v_proj",
     "Qwen3_5ForCausalLM": "in_proj_qkv in_proj_z in_proj_a out_proj q_proj up_proj",
     "NemotronHForCausalLM": "in_proj v_proj up_proj",
+    "FalconH1ForCausalLM": "in_proj k_proj v_proj gate_proj down_proj",
     "qwen3_5": "in_proj_qkv in_proj_z in_proj_a out_proj q_proj up_proj",
 }
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.sharding.model_config import MAMBA_LAYERS
+from megaverl.sharding.model_config import ATTENTION_BESIDE_MAMBA, MAMBA_LAYERS
 from tests.launcher import Launcher
 from tests.sharding.specs import ALWAYS_TIED
 
@@ -66,6 +66,8 @@ MORE = {
     "InternLM3ForCausalLM": {"auto_map": {"AutoConfig": "absent.InternLM3Config"}},
     "MiMoForCausalLM": {"auto_map": {"AutoConfig": "absent.MiMoConfig"}},
     "BailingMoeV2ForCausalLM": {"auto_map": {"AutoConfig": "absent.Config"}},
+    # As in most published models: all ranks of the engine have a copy of the only group.
+    "FalconH1ForCausalLM": {"mamba_n_groups": 1, "mamba_rms_norm": False},
     "Qwen3NextForCausalLM": DELTA_NETS | {"moe_intermediate_size": 48},
     "Qwen3_5ForCausalLM": DELTA_NETS,
     "Qwen3_5MoeForCausalLM": DELTA_NETS | {"moe_intermediate_size": 48},
@@ -96,6 +98,7 @@ DENSE = (
     "InternLM3ForCausalLM",
     "MiMoForCausalLM",
     "NemotronHForCausalLM",
+    "FalconH1ForCausalLM",
 )
 WITH_EXPERTS = (
     "MixtralForCausalLM",
@@ -180,7 +183,8 @@ def check(
     old, new = two_folders(path, architecture, dtype=dtype, **(config or {}))
     adapter = write_adapter(path / "adapter", old, new) if with_adapter else None
     exports = [path / f"exported{number}" for number in range(len(grids))]
-    prompts = LONG_PROMPTS if architecture in MAMBA_LAYERS else PROMPTS
+    with_mamba = (*MAMBA_LAYERS, *ATTENTION_BESIDE_MAMBA)
+    prompts = LONG_PROMPTS if architecture in with_mamba else PROMPTS
     ranks = launch.world(
         num_ranks,
         "tests.workers.reshard_ranks:reshard_and_generate",

@@ -11,6 +11,7 @@ from megaverl.models.architectures.deepseek import (
     SHARED_EXPERTS,
     router_bias,
 )
+from megaverl.models.architectures.falcon_h1 import FALCON_H1
 from megaverl.models.architectures.gpt_oss import GPT_OSS
 from megaverl.models.architectures.granite_moe import GRANITE_MOE
 from megaverl.models.architectures.llama import (
@@ -88,6 +89,7 @@ LAYERS = {
         final_norm=llama.FINAL_NORM_WITH_BIAS,
     ),
     "NemotronHForCausalLM": NEMOTRON_H,
+    "FalconH1ForCausalLM": FALCON_H1,
     "Starcoder2ForCausalLM": Layers(
         dense=ATTENTION
         + QKV_BIAS

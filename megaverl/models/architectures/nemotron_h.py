@@ -43,27 +43,37 @@ MLP = (
 )
 
 
-def mamba(name: str, axes: tuple[str, ...], split: Split, vllm: str = "") -> Rule:
-    """Return the rule of a weight inside a Mamba-2 layer.
+def mamba_parts(block: str, megatron: str, vllm: str) -> tuple[Rule, ...]:
+    """Return the rules of a Mamba-2 layer without the norm over its input.
 
     Args:
-        vllm: name in vLLM's layer, if it differs.
+        block, megatron, vllm: its module in Hugging Face's, Megatron's and vLLM's layer.
     """
-    return Rule(
-        f"mixer.{name}", axes, split, f"self_attention.{name}", f"mixer.{vllm or name}"
+    parts: tuple[tuple[str, tuple[str, ...], Split], ...] = (
+        ("in_proj.weight", ("mamba_in", "hidden"), Split.MAMBA_IN),
+        ("conv1d.weight", ("mamba_conv", "one", "mamba_kernel"), Split.MAMBA_CONV),
+        ("conv1d.bias", ("mamba_conv_bias",), Split.MAMBA_CONV),
+        ("dt_bias", ("mamba_heads",), Split.COLUMN),
+        ("A_log", ("mamba_heads",), Split.COLUMN),
+        ("D", ("mamba_heads",), Split.COLUMN),
+        ("norm.weight", ("mamba_norm",), Split.COLUMN),
+        ("out_proj.weight", ("hidden", "mamba_inner"), Split.ROW),
+    )
+    return tuple(
+        Rule(
+            f"{block}.{name}",
+            axes,
+            split,
+            f"{megatron}.{name}",
+            f"{vllm}.{'A' if name == 'A_log' else name}",
+        )
+        for name, axes, split in parts
     )
 
 
 MAMBA = (
     Rule(NORM, ("hidden",), Split.REPLICATED, "self_attention.in_norm.weight", NORM),
-    mamba("in_proj.weight", ("mamba_in", "hidden"), Split.MAMBA_IN),
-    mamba("conv1d.weight", ("mamba_conv", "one", "mamba_kernel"), Split.MAMBA_CONV),
-    mamba("conv1d.bias", ("mamba_conv_bias",), Split.MAMBA_CONV),
-    mamba("dt_bias", ("mamba_heads",), Split.COLUMN),
-    mamba("A_log", ("mamba_heads",), Split.COLUMN, vllm="A"),
-    mamba("D", ("mamba_heads",), Split.COLUMN),
-    mamba("norm.weight", ("mamba_inner",), Split.COLUMN),
-    mamba("out_proj.weight", ("hidden", "mamba_inner"), Split.ROW),
+    *mamba_parts("mixer", "self_attention", "mixer"),
 )
 NEMOTRON_H = Layers(
     by_kind={"mamba": MAMBA, "attention": ATTENTION, "mlp": MLP},

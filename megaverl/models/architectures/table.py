@@ -276,6 +276,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
             "mamba_conv_bias": mamba.conv_rows * mamba.conv_bias,
             "mamba_kernel": mamba.conv_size,
             "mamba_inner": mamba.inner_size,
+            "mamba_norm": mamba.inner_size * mamba.has_norm,
             "mamba_heads": mamba.num_heads,
         }
     if spec.mla is not None:
