@@ -191,12 +191,12 @@ def _as_delta_net(
 
 
 def _with_one_part(layer: ModuleSpec, kind: LayerKind, spec: ModelSpec) -> ModuleSpec:
-    """Return a specification of a layer that has attention, an MLP or a Mamba-2 layer alone.
+    """Return a specification of a layer that has attention, an MLP, experts or a Mamba-2 layer alone.
 
     A part that is left out returns its input, and nothing is added to it.
     """
     parts: dict[str, Any]
-    if kind == "mlp":
+    if kind in ("mlp", "moe"):
         parts = {
             "input_layernorm": IdentityOp,
             "self_attention": IdentityOp,

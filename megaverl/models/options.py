@@ -273,7 +273,7 @@ def transformer_config(
         # directions must not share a batch.
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if spec.moe is not None:
-        options |= expert_options(spec.moe, spec.num_layers, shape)
+        options |= expert_options(spec, spec.moe, shape)
     if spec.mla is not None:
         options |= latent_attention_options(spec, spec.mla)
     # The user's fields, with values converted to the types of megatron-core's fields.
@@ -427,7 +427,7 @@ def token_multiple(config: TransformerConfig, shape: GridShape) -> int:
 
 def recompute_options(kind: str, spec: ModelSpec) -> dict[str, Any]:
     """Return TransformerConfig's fields for `activation_checkpointing` of this model."""
-    dense = spec.moe is None or bool(spec.moe.num_dense_layers)
+    dense = spec.moe is None or bool(spec.count_layers("mlp"))
     # `CausalAttention` computes capped scores again by itself.
     fused = uses_transformer_engine() or spec.attention_softcap is not None
     return recompute_fields(
@@ -435,13 +435,13 @@ def recompute_options(kind: str, spec: ModelSpec) -> dict[str, Any]:
     )
 
 
-def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str, Any]:
+def expert_options(spec: ModelSpec, moe: MoESpec, shape: GridShape) -> dict[str, Any]:
     """Return TransformerConfig's fields for routed and shared experts. No token is ever dropped."""
     options: dict[str, Any] = {
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_layer_freq": [0] * moe.num_dense_layers
-        + [1] * (num_layers - moe.num_dense_layers),
+        # Per layer: 1 has experts.
+        "moe_layer_freq": [int(is_routed) for is_routed in spec.routed_layers],
         "moe_router_topk": moe.experts_per_token,
         "moe_router_score_function": moe.router,
         # The softmax over the chosen experts' scores equals the softmax over all

@@ -239,7 +239,7 @@ class Candidates:
         if not any(configured.get(name) is not None for name in RECOMPUTE):
             return {"actor.activation_checkpointing": level}
         moe = self.spec.moe
-        dense = moe is None or bool(moe.num_dense_layers)
+        dense = moe is None or bool(self.spec.count_layers("mlp"))
         fields = recompute_fields(
             level, dense=dense, experts=moe is not None, fused_attention=True
         )

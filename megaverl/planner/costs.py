@@ -360,18 +360,15 @@ class ModelCosts:
     def flops(self, tokens: float, pairs: float) -> float:
         """Return the operations of a forward pass over all ranks as MFU counts them, without recomputation."""
         spec = self.spec
-        num_dense = spec.count_layers("mlp")
-        num_moe = 0
+        num_dense, num_moe = spec.count_layers("mlp"), spec.count_layers("moe")
         moe_layer = 0
         if spec.moe is not None:
-            num_dense = spec.moe.num_dense_layers
-            num_moe = spec.num_layers - num_dense
             # Only the experts that a token is routed to count.
             width = (
                 spec.moe.experts_per_token * spec.moe.ffn_hidden_size
                 + spec.moe.shared_ffn_hidden_size
             )
-            moe_layer = 6 * spec.hidden_size * width
+            moe_layer = 2 * spec.mlp_matrices * spec.hidden_size * width
         # One product for each matrix, with two operations for each weight.
         dense_layer = 2 * spec.mlp_matrices * spec.hidden_size * spec.ffn_hidden_size
         layers = self._mixer_flops() + num_dense * dense_layer + num_moe * moe_layer
@@ -477,9 +474,10 @@ class ModelCosts:
         local = moe.num_experts / grid.ep
         busy = min(local, arriving)
         rows, width = arriving / busy if busy else 0.0, moe.ffn_hidden_size / etp
-        products = self.product(rows, spec.hidden_size, 2 * width, busy) + self.product(
-            rows, width, spec.hidden_size, busy
-        )
+        first_width = (spec.mlp_matrices - 1) * width
+        products = self.product(
+            rows, spec.hidden_size, first_width, busy
+        ) + self.product(rows, width, spec.hidden_size, busy)
         products += self.product(local_tokens, spec.hidden_size, moe.num_experts)
         if moe.shared_ffn_hidden_size:
             products += self._mlp(tokens, moe.shared_ffn_hidden_size / grid.tp)
@@ -497,8 +495,8 @@ class ModelCosts:
 
 def layers_of(spec: ModelSpec) -> dict[bool, int]:
     """Return the number of dense (False) and of mixture-of-experts (True) layers."""
-    dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
-    return {False: dense, True: spec.num_layers - dense}
+    num_routed = spec.count_layers("moe")
+    return {False: spec.num_layers - num_routed, True: num_routed}
 
 
 def attention_share(spec: ModelSpec) -> float:

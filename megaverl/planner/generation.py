@@ -472,14 +472,14 @@ def engine_costs(
         + spec.vocab_size * spec.hidden_size
     )
     dense_layer = spec.mlp_matrices * spec.hidden_size * spec.ffn_hidden_size
-    num_dense = spec.count_layers("mlp") if spec.layer_kinds else layers[False]
-    plain += num_dense * dense_layer
+    plain += spec.count_layers("mlp") * dense_layer
     if spec.moe is not None:
-        plain += layers[True] * 3 * spec.hidden_size * spec.moe.shared_ffn_hidden_size
+        matrix = spec.hidden_size * spec.moe.shared_ffn_hidden_size
+        plain += layers[True] * spec.mlp_matrices * matrix
         experts = (
             layers[True]
             * spec.moe.num_experts
-            * 3.0
+            * float(spec.mlp_matrices)
             * spec.hidden_size
             * spec.moe.ffn_hidden_size
         )

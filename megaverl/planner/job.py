@@ -117,7 +117,7 @@ class Role:
                 "recompute_granularity": "selective",
                 "recompute_modules": ["layernorm"],
             }
-        dense = self.spec.moe is None or bool(self.spec.moe.num_dense_layers)
+        dense = self.spec.moe is None or bool(self.spec.count_layers("mlp"))
         fields = recompute_fields(
             kind,
             dense=dense,
@@ -128,14 +128,12 @@ class Role:
 
     def layers(self, stage: int) -> tuple[int, int]:
         """Return the numbers of (dense, mixture-of-experts) decoder layers on a rank of this pipeline stage."""
-        num_dense = (
-            self.spec.moe.num_dense_layers if self.spec.moe else self.spec.num_layers
-        )
+        routed = self.spec.routed_layers
         dense = moe = first = 0
         for number, count in enumerate(self.split):
             if number % self.grid.pp == stage:
-                held = max(0, min(num_dense - first, count))
-                dense, moe = dense + held, moe + count - held
+                held = sum(routed[first : first + count])
+                dense, moe = dense + count - held, moe + held
             first += count
         return dense, moe
 

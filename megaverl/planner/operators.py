@@ -574,16 +574,23 @@ def parameters_of_stage(role: Role, stage: int) -> tuple[float, float]:
     dense, moe = role.layers(stage)
     attention = attention_parameters(spec) / grid.tp
     plain = (dense + moe) * (attention + 2 * spec.hidden_size)
-    plain += dense * 3 * spec.hidden_size * spec.ffn_hidden_size / grid.tp
+    matrices = spec.mlp_matrices
+    # Of layers without experts, only some have an MLP if layers have one part each.
+    share = spec.count_layers("mlp") / max(1, layers_of(spec)[False])
+    mlp = matrices * spec.hidden_size * spec.ffn_hidden_size / grid.tp
+    plain += dense * share * mlp
     expert = 0.0
     if spec.moe is not None:
         plain += (
             moe
             * spec.hidden_size
-            * (spec.moe.num_experts + 3 * spec.moe.shared_ffn_hidden_size / grid.tp)
+            * (
+                spec.moe.num_experts
+                + matrices * spec.moe.shared_ffn_hidden_size / grid.tp
+            )
         )
         held = spec.moe.num_experts / (grid.ep * grid.expert_tp)
-        expert = moe * held * 3 * spec.hidden_size * spec.moe.ffn_hidden_size
+        expert = moe * held * matrices * spec.hidden_size * spec.moe.ffn_hidden_size
     embedding = padded_vocab_size(spec.vocab_size, grid.tp) * spec.hidden_size / grid.tp
     ends = [stage == 0, stage == grid.pp - 1 and not role.value_head]
     if all(ends) and spec.tie_embeddings:

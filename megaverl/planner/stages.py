@@ -438,7 +438,8 @@ def moe_bytes(shape: LayerShape, *, keep_act: bool = True) -> float:
     # A rank of the attention grid owns 1/tp of the tokens; an expert's ranks all hold
     # each of its tokens.
     arriving = moe.experts_per_token * shape.etp / shape.tp
-    inner = size * (3 if keep_act else 2) * moe.ffn_hidden_size / shape.etp
+    num_parts = spec.mlp_matrices - (not keep_act)
+    inner = size * num_parts * moe.ffn_hidden_size / shape.etp
     routed = arriving * (size * spec.hidden_size + inner)
     router = 2 * 4 * moe.num_experts / shape.replicated
     shared = (

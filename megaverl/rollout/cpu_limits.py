@@ -34,7 +34,11 @@ def check_images_run_here(architecture: str) -> None:
 
 
 def check_runs_here(
-    arguments: dict[str, Any], *, experts: bool, is_recurrent: bool = False
+    arguments: dict[str, Any],
+    *,
+    experts: bool,
+    is_recurrent: bool = False,
+    has_gates: bool = True,
 ) -> None:
     """Refuse settings that vLLM's CPU build cannot train with: each would fail, or
     compute wrong results, in the first batches.
@@ -43,9 +47,11 @@ def check_runs_here(
         arguments: EngineArgs.
         experts: whether the model has routed experts.
         is_recurrent: whether layers carry a state from token to token.
+        has_gates: whether MLPs, and so experts, have gates.
 
     Raises:
-        RolloutError: for quantised experts; for cached prefixes of recurrent layers, whose kernels return the last
+        RolloutError: for quantised experts; for experts without gates, which the CPU build does not compute (0.32,
+            `fused_moe/config.py`); for cached prefixes of recurrent layers, whose kernels return the last
             state only (0.32, `layers/mamba/ops/cpu/mamba_ssm.py`); for compiled models, which would keep old weights;
             for asynchronous scheduling, which vLLM would silently turn off (0.32, `platforms/cpu.py`); and for a
             backend of latent attention that discards the weights which an update writes, and does not support float32.
@@ -67,6 +73,11 @@ def check_runs_here(
         raise RolloutError(
             "rollout.vllm.enable_prefix_caching=true: vLLM's CPU build cannot keep a state in "
             "the middle of a prompt. Leave it out on a CPU."
+        )
+    if experts and not has_gates:
+        raise RolloutError(
+            "rollout.engine=vllm: vLLM's CPU build has no experts without gates, which this model has. Set "
+            "rollout.engine=hf on a CPU."
         )
     if experts and arguments.get("quantization"):
         raise RolloutError(

@@ -618,7 +618,10 @@ def engine_arguments(
         if reason := why_no_kernel(spec.head_dim):
             raise RolloutError(reason)
         check_runs_here(
-            arguments, experts=spec.moe is not None, is_recurrent=spec.is_recurrent
+            arguments,
+            experts=spec.moe is not None,
+            is_recurrent=spec.is_recurrent,
+            has_gates=spec.is_gated,
         )
         if spec.delta_net is not None:
             dtype = str(options.dtype).removeprefix("torch.")

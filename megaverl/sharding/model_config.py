@@ -144,6 +144,8 @@ class ExpertKeys(NamedTuple):
         shared_width: key of the inner width of a shared expert whose output a sigmoid gate scales. "": none.
         num_shared: key of the number of shared experts, which may be 0 and have no scaling, in models whose first
             layers, up to `moe_layer_start_index`, are dense. "": none.
+        shared_alone: key of the inner width of a shared expert without a gate, in models whose layers have one part
+            each. "": none.
     """
 
     number: str
@@ -157,6 +159,7 @@ class ExpertKeys(NamedTuple):
     has_aux_loss: bool = True
     shared_width: str = ""
     num_shared: str = ""
+    shared_alone: str = ""
 
 
 DEEPSEEK_KEYS = ExpertKeys(
@@ -193,6 +196,13 @@ EXPERT_KEYS = {
         by_biased_softmax=True,
         num_shared="moe_num_shared_experts",
     ),
+    "NemotronHForCausalLM": ExpertKeys(
+        "n_routed_experts",
+        by_sigmoid=True,
+        has_groups=True,
+        has_aux_loss=False,
+        shared_alone="moe_shared_expert_intermediate_size",
+    ),
     **dict.fromkeys(
         (
             "Qwen3NextForCausalLM",
@@ -213,6 +223,7 @@ MAYBE_NORMALIZED = (
     "OlmoeForCausalLM",
     "DeepseekV2ForCausalLM",
     "BailingMoeV2ForCausalLM",
+    "NemotronHForCausalLM",
     "Qwen3NextForCausalLM",
 )
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -312,13 +323,14 @@ NORM_EPS = {
     "Cohere2ForCausalLM": "layer_norm_eps",
     "NemotronHForCausalLM": "layer_norm_epsilon",
 }
-# Architectures whose layers are Mamba-2, attention or an MLP each, without rotary
+# Architectures whose layers are Mamba-2, attention, an MLP or experts each, without rotary
 # embeddings -> their names in transformers' `layers_block_type`.
-MAMBA_LAYERS: dict[str, dict[str, Literal["mamba", "attention", "mlp"]]] = {
+MAMBA_LAYERS: dict[str, dict[str, Literal["mamba", "attention", "mlp", "moe"]]] = {
     "NemotronHForCausalLM": {
         "linear_attention": "mamba",
         "full_attention": "attention",
         "mlp": "mlp",
+        "moe": "moe",
     },
 }
 # Sizes of their Mamba-2 layers.
@@ -820,11 +832,9 @@ def _mamba(described: Described) -> Iterator[str]:
     values = described.values
     known = MAMBA_LAYERS[described.architecture]
     if "moe" in values["layers_block_type"]:
-        yield (
-            "layers_block_type (or hybrid_override_pattern) names layers with experts, which are not computed on "
-            "Megatron for this model. Set actor.engine=fsdp."
-        )
-    elif unknown := sorted(set(values["layers_block_type"]) - known.keys()):
+        yield from _experts(described)
+        yield from _experts_of_nemotron(described)
+    if unknown := sorted(set(values["layers_block_type"]) - known.keys()):
         yield f"layers_block_type names {', '.join(unknown)}; only {', '.join(known)} are computed. {OTHER_MODEL}"
     wrong = [
         key for key in MAMBA_SIZES if type(values[key]) is not int or values[key] < 1
@@ -839,6 +849,21 @@ def _mamba(described: Described) -> Iterator[str]:
             f"{described.says('time_step_limit')}; only [0.0, Infinity] is computed, and transformers and vLLM (0.32) "
             f"ignore the key. {OTHER_MODEL}"
         )
+
+
+def _experts_of_nemotron(described: Described) -> Iterator[str]:
+    """Yield problems with layers of experts alone."""
+    values = described.values
+    if values["moe_latent_size"] is not None:
+        yield f"{described.says('moe_latent_size')}; only None is computed. {OTHER_MODEL}"
+    # vLLM (0.32) multiplies the shared expert's width by this number, transformers does not.
+    if values["n_shared_experts"] != 1:
+        yield f"{described.says('n_shared_experts')}; only 1 is computed. {OTHER_MODEL}"
+    width = values["moe_shared_expert_intermediate_size"]
+    if type(width) is not int or width < 1:
+        yield f"moe_shared_expert_intermediate_size is {width!r}; expected a whole number above 0. {AGAIN}"
+    if not _is_positive(values["routed_scaling_factor"]):
+        yield f"{described.says('routed_scaling_factor')}; expected a number above 0. {AGAIN}"
 
 
 def _mamba_beside_attention(described: Described) -> Iterator[str]:

@@ -176,7 +176,8 @@ class MoESpec:
         experts_per_token: experts that each token goes to.
         ffn_hidden_size: inner width of one routed expert.
         normalize_weights: divide the chosen experts' weights by their sum.
-        num_dense_layers: number of first layers that have a plain MLP of `ModelSpec.ffn_hidden_size` instead.
+        num_dense_layers: number of first layers that have a plain MLP of `ModelSpec.ffn_hidden_size` instead, if
+            `ModelSpec.layer_kinds` is empty.
         shared_ffn_hidden_size: inner width of all shared experts together. 0: none.
         shared_gate: a sigmoid of one more projection of the hidden state scales the shared expert's output (Qwen2-MoE).
         router: function that turns scores into probabilities.
@@ -296,7 +297,7 @@ class MambaSpec:
         return self.inner_size + self.conv_rows + self.num_heads
 
 
-LayerKind = Literal["mamba", "attention", "mlp"]
+LayerKind = Literal["mamba", "attention", "mlp", "moe"]
 
 
 @dataclass(frozen=True)
@@ -450,12 +451,23 @@ class ModelSpec:
         """Return whether layers carry a state from token to token, so that samples cannot share tokens of a row."""
         return self.mamba is not None or self.delta_net is not None
 
+    @property
+    def routed_layers(self) -> tuple[bool, ...]:
+        """Return for each layer whether it has routed experts."""
+        if self.layer_kinds:
+            return tuple(kind == "moe" for kind in self.layer_kinds)
+        num_dense = self.num_layers if self.moe is None else self.moe.num_dense_layers
+        return tuple(layer >= num_dense for layer in range(self.num_layers))
+
     def count_layers(self, kind: LayerKind) -> int:
         """Return the number of layers that have this part."""
         if self.layer_kinds:
             return self.layer_kinds.count(kind)
         if kind == "mamba":
             return self.num_layers * self.has_mamba_beside_attention
+        if kind in ("mlp", "moe"):
+            num_routed = sum(self.routed_layers)
+            return num_routed if kind == "moe" else self.num_layers - num_routed
         num_nets = sum(self.delta_net.layers) if self.delta_net else 0
         return self.num_layers - num_nets * (kind == "attention")
 
@@ -802,9 +814,11 @@ def _read_mamba(described: Described) -> dict[str, Any]:
     """Return the fields of `ModelSpec` that a model with Mamba-2 layers has."""
     values = described.values
     kinds = MAMBA_LAYERS[described.architecture]
+    layer_kinds = tuple(kinds[name] for name in values["layers_block_type"])
     return {
-        "num_layers": len(values["layers_block_type"]),
-        "layer_kinds": tuple(kinds[name] for name in values["layers_block_type"]),
+        "num_layers": len(layer_kinds),
+        "layer_kinds": layer_kinds,
+        "moe": _read_experts(described) if "moe" in layer_kinds else None,
         "mamba": MambaSpec(
             num_heads=values["mamba_num_heads"],
             head_dim=values["mamba_head_dim"],
@@ -970,6 +984,12 @@ def _read_experts(described: Described) -> MoESpec:
             moe,
             num_dense_layers=num_dense_layers(values),
             shared_ffn_hidden_size=values[keys.shared_number] * width,
+            scaling=float(values["routed_scaling_factor"]),
+        )
+    if keys.shared_alone:
+        moe = replace(
+            moe,
+            shared_ffn_hidden_size=values[keys.shared_alone],
             scaling=float(values["routed_scaling_factor"]),
         )
     if keys.num_shared:
@@ -1140,7 +1160,7 @@ def misfits(
         # Each rank has whole key heads, with the value heads that share them.
         heads = spec.delta_net.num_key_heads
         by_tp[f"{heads} key heads of gated delta nets"] = _divides(heads)
-    if moe is None or moe.num_dense_layers:
+    if moe is None or spec.count_layers("mlp"):
         by_tp[f"{spec.ffn_hidden_size} feed-forward units"] = _divides(
             spec.ffn_hidden_size
         )

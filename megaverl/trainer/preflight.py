@@ -121,6 +121,7 @@ def engine_mistakes_here(config: Config, command: str) -> Iterator[ConfigIssue]:
             {"enforce_eager": True, **fields},
             experts=spec is not None and spec.moe is not None,
             is_recurrent=spec is not None and spec.is_recurrent,
+            has_gates=spec is None or spec.is_gated,
         )
         if spec is not None and spec.delta_net is not None:
             check_delta_net_runs_here(spec.delta_net, config.model.dtype)

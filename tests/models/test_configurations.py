@@ -12,7 +12,7 @@ from megaverl.models.tiny import TINY, TINY_MORE
 from megaverl.sharding.model_config import HEADS_FILL_HIDDEN, WITH_DELTA_NET
 from megaverl.sharding.model_spec import ARCHITECTURES
 from tests.launcher import Launcher
-from tests.sharding.specs import make_spec
+from tests.sharding.specs import NEMOTRON_EXPERTS, make_spec
 
 TOKENS = torch.randint(
     0, 100, (2, 40), generator=torch.Generator().manual_seed(5)
@@ -184,6 +184,16 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"n_groups": 1, "chunk_size": 7},
         {"mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 3, "ssm_state_size": 3},
         {"mamba_hidden_act": "swish", "layer_norm_epsilon": 1e-2},
+        NEMOTRON_EXPERTS,
+        NEMOTRON_EXPERTS
+        | {"layers_block_type": None, "hybrid_override_pattern": "E-*E"}
+        | {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        NEMOTRON_EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": False},
         {
             "layers_block_type": ["full_attention", "linear_attention"],
             "vocab_size": 131,

@@ -14,6 +14,7 @@ from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from tests.launcher import Launcher
 from tests.references import load_reference
 from tests.sharding.specs import (
+    NEMOTRON_EXPERTS,
     TRANSFORMERS_ATTENTION,
     UNCUT,
     expert_tp,
@@ -157,6 +158,13 @@ def test_logits_with_experts_on_ranks_of_their_own(
     for grid in EXPERT_GRIDS:
         if architecture == UNCUT and "tp" in grid and "etp" not in grid:
             continue
+        assert_parity(launch, folder, expected, grid)
+
+
+def test_logits_of_layers_of_experts_alone(launch: Launcher, tmp_path: Path) -> None:
+    folder = make_tiny_folder(tmp_path, "NemotronHForCausalLM", **NEMOTRON_EXPERTS)
+    expected = reference_logits(folder)
+    for grid in ({}, *EXPERT_GRIDS):
         assert_parity(launch, folder, expected, grid)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
 from tests.models.engine_stub import VERSION
-from tests.sharding.specs import CONFIGS
+from tests.sharding.specs import CONFIGS, NEMOTRON_EXPERTS
 
 LATENT = "DeepseekV3ForCausalLM"
 SIZES = {"with a query latent": 20, "without": None}
@@ -27,6 +27,8 @@ SEQUENCE_PARALLEL: dict[str, Any] = {
 }
 # biases; a window shorter than the prompts' and responses' 12 tokens; norms of heads;
 # and grids
+# Weights so large that all experts are trained visibly.
+EXPERTS_ALONE: dict[str, Any] = NEMOTRON_EXPERTS | {"initializer_range": 0.15}
 PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("Qwen2ForCausalLM", SEQUENCE_PARALLEL),
     "window": (
@@ -45,6 +47,7 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "gated delta nets": ("Qwen3_5ForCausalLM", SEQUENCE_PARALLEL),
     "norms after rotation": ("HunYuanDenseV1ForCausalLM", SEQUENCE_PARALLEL),
     "layers of one part each": ("NemotronHForCausalLM", SEQUENCE_PARALLEL),
+    "experts alone": ("NemotronHForCausalLM", SEQUENCE_PARALLEL),
     "Mamba beside attention": ("FalconH1ForCausalLM", SEQUENCE_PARALLEL),
     "cut": ("Qwen2ForCausalLM", {"shape": {"cp": 2}, "megatron": {}}),
     "latent": (LATENT, SEQUENCE_PARALLEL),
@@ -75,7 +78,11 @@ def results(launch: Launcher, output: Path) -> list[dict[str, Any]]:
     }
     packed = {
         name: {
-            "folder": make_tiny_folder(output / f"{name} before", architecture),
+            "folder": make_tiny_folder(
+                output / f"{name} before",
+                architecture,
+                **(EXPERTS_ALONE if name == "experts alone" else {}),
+            ),
             **case,
         }
         for name, (architecture, case) in PACKED.items()
@@ -132,6 +139,7 @@ def test_packed_rows_under_transformer_engine_give_the_same_update(
             "cut",
             "gated delta nets",
             "layers of one part each",
+            "experts alone",
             "Mamba beside attention",
         )
         assert rows and looks_back == (name not in apart), (

@@ -15,7 +15,7 @@ from megaverl.sharding.model_config import IMAGE_MODEL_TYPES
 from megaverl.sharding.model_spec import MLASpec, ModelSpec
 from tests.launcher import Launcher
 from tests.planner.jobs import make
-from tests.sharding.specs import make_spec
+from tests.sharding.specs import NEMOTRON_EXPERTS, make_spec
 
 # architecture, tied embeddings, grid, dtype, critic, DDP's fields. Sizes of 32 and 100
 # leave padding in the buffers.
@@ -95,6 +95,15 @@ CASES = [
         False,
         {},
     ),
+    # Some of which are experts alone.
+    (
+        "NemotronHForCausalLM",
+        False,
+        {"tp": 2, "pp": 1, "dp": 2, "ep": 2},
+        "bfloat16",
+        False,
+        {},
+    ),
 ]
 
 
@@ -112,7 +121,9 @@ def test_trained_bytes_are_exact(case: tuple, launch: Launcher, tmp_path: Path) 
             tmp_path, family, words=words, tie_embeddings=tied
         )
     else:
-        folder = make_tiny_folder(tmp_path, architecture, tie_embeddings=tied)
+        with_experts = architecture == "NemotronHForCausalLM" and "ep" in shape
+        more = NEMOTRON_EXPERTS if with_experts else {}
+        folder = make_tiny_folder(tmp_path, architecture, tie_embeddings=tied, **more)
     measured = launch.world(
         4,
         "tests.planner.ranks:trained",

@@ -519,6 +519,34 @@ def test_parameters_and_caches_of_gated_delta_nets() -> None:
     assert with_pairs == 2 * 4 * spec.num_heads * spec.head_dim
 
 
+@pytest.mark.parametrize("pattern", ["MEM*EME", "M-M*-M-"])
+def test_parameters_of_layers_of_one_part_each(pattern: str) -> None:
+    """As nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B's, made smaller, and with MLPs in place of experts."""
+    described = {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": pattern,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 64,
+        "vocab_size": 4096,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 512,
+        "mlp_hidden_act": "relu2",
+    }
+    spec = ModelSpec.from_config(described)
+    planned = make(spec, 2, "actor={tp: 2}", "model.dtype=bfloat16")
+    role = planned.actor
+    held = role.layout_of(role.grid.rank(tp=0))
+    numel = sum(piece.box.numel for piece in held.pieces)
+    assert sum(parameters_of_stage(role, 0)) == pytest.approx(numel, rel=0.01)
+
+
 def test_the_rate_of_a_run_is_counted_as_that_of_a_plan(tmp_path: Path) -> None:
     """By hand for a dense model: 2 operations a weight and token, 4 for each pair of tokens, thrice in an update."""
     planned = job(world=2)

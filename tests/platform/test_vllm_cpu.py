@@ -162,6 +162,12 @@ def test_latent_attention_keeps_the_weights_that_updates_are_written_to() -> Non
         )
 
 
+def test_experts_without_gates_are_not_computed() -> None:
+    check_runs_here({"enforce_eager": True}, experts=False, has_gates=False)
+    with pytest.raises(RolloutError, match="rollout.engine=hf on a CPU"):
+        check_runs_here({"enforce_eager": True}, experts=True, has_gates=False)
+
+
 def test_prefixes_of_recurrent_layers_are_not_cached() -> None:
     arguments = {"enforce_eager": True, "enable_prefix_caching": True}
     check_runs_here(arguments, experts=False)

@@ -155,6 +155,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     }
     | {"shared_expert_intermediate_size": 24},
 }
+# Nemotron 3's layers of experts alone.
+NEMOTRON_EXPERTS: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
 CONFIGS |= dict.fromkeys(
     ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"), CONFIGS["Qwen2MoeForCausalLM"]
 )
@@ -332,6 +341,10 @@ def make_experts(
             shared_ffn_hidden_size=2 * ffn_hidden_size,
             scaling=2.5,
         )
+    if keys.shared_alone:
+        experts = replace(
+            experts, shared_ffn_hidden_size=2 * ffn_hidden_size, scaling=2.5
+        )
     if keys.num_shared:
         experts = replace(
             experts,
@@ -394,8 +407,12 @@ def specs(
             "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         }
     if architecture in MAMBA_LAYERS:
-        kinds = st.sampled_from(("mamba", "attention", "mlp"))
-        sizes["layer_kinds"] = tuple(draw(kinds) for _ in range(num_layers))
+        kinds = st.sampled_from(("mamba", "attention", "mlp", "moe"))
+        layer_kinds = tuple(draw(kinds) for _ in range(num_layers))
+        sizes["layer_kinds"] = layer_kinds
+        if "moe" in layer_kinds:
+            width = most * draw(st.integers(1, 2))
+            sizes["moe"] = make_experts(architecture, ffn_hidden_size=width)
     if architecture in (*MAMBA_LAYERS, *ATTENTION_BESIDE_MAMBA):
         # A single group has a state that all ranks divide, and a bias, without which
         # vLLM cannot copy it.

@@ -691,11 +691,8 @@ def test_ling_2_as_its_folders_write_it() -> None:
 def test_qwen3_next() -> None:
     found = spec(**QWEN3_NEXT)
     assert found.delta_net == DeltaNetSpec(4, 8, 16, 12, 4, (True, True, False))
-    assert [found.count_layers(kind) for kind in ("attention", "mlp", "mamba")] == [
-        1,
-        3,
-        0,
-    ]
+    kinds: tuple[LayerKind, ...] = ("attention", "mlp", "moe", "mamba")
+    assert [found.count_layers(kind) for kind in kinds] == [1, 0, 3, 0]
     assert found.output_gate and found.norm_plus_one and found.qk_norm
     assert found.rotary_fraction == 0.25
     assert found.moe == MoESpec(
@@ -750,6 +747,39 @@ def test_nemotron_h_as_its_folders_write_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | NEMOTRON_H))
     source = str(tmp_path / "config.json")
     assert ModelSpec.from_folder(tmp_path) == replace(found, source=source)
+
+
+def test_nemotron_3_nano_as_its_folders_write_it() -> None:
+    """As nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B's, made smaller."""
+    routed = {
+        "hybrid_override_pattern": "MEM*E",
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 80,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    }
+    found = spec(**NEMOTRON_H | routed)
+    assert found.layer_kinds == ("mamba", "moe", "mamba", "attention", "moe")
+    assert found.routed_layers == (False, True, False, False, True)
+    assert (found.count_layers("mlp"), found.count_layers("moe")) == (0, 2)
+    assert found.moe == MoESpec(
+        16,
+        6,
+        40,
+        normalize_weights=True,
+        shared_ffn_hidden_size=80,
+        router="sigmoid",
+        router_bias=True,
+        scaling=2.5,
+    )
+    # No layer has a plain MLP, whose width would have to be divided.
+    assert not misfits(replace(found, ffn_hidden_size=97), tp=2, ep=4)
+    assert spec(**NEMOTRON_H).moe is None
 
 
 def test_falcon_h1_as_its_folders_write_it() -> None:
@@ -1066,8 +1096,33 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
         ),
         (SMOLLM3 | {"attention_bias": True}, "attention_bias is True; only False"),
         (
-            NEMOTRON_H | {"hybrid_override_pattern": "ME*-M"},
-            "names layers with experts, which are not computed",
+            NEMOTRON_H | {"hybrid_override_pattern": "ME*-M", "moe_latent_size": 8},
+            "moe_latent_size is 8; only None is computed",
+        ),
+        (
+            NEMOTRON_H | {"hybrid_override_pattern": "ME*-M", "n_shared_experts": 2},
+            "n_shared_experts is 2; only 1 is computed",
+        ),
+        (
+            NEMOTRON_H
+            | {
+                "hybrid_override_pattern": "ME*-M",
+                "moe_shared_expert_intermediate_size": 0,
+            },
+            "moe_shared_expert_intermediate_size is 0; expected a whole number above 0",
+        ),
+        (
+            NEMOTRON_H
+            | {"hybrid_override_pattern": "ME*-M", "routed_scaling_factor": 0.0},
+            "routed_scaling_factor is 0.0; expected a number above 0",
+        ),
+        (
+            NEMOTRON_H | {"hybrid_override_pattern": "ME*-M", "norm_topk_prob": False},
+            "megatron-core's router divides sigmoid scores by their sum",
+        ),
+        (
+            NEMOTRON_H | {"hybrid_override_pattern": "ME*-M", "num_experts_per_tok": 9},
+            "num_experts_per_tok is 9, of 8 experts",
         ),
         (NEMOTRON_H | {"n_groups": 5}, "n_groups=5 does not divide mamba_num_heads=12"),
         (NEMOTRON_H | {"conv_kernel": 0}, "conv_kernel is 0; expected a whole number"),

@@ -19,6 +19,7 @@ from tests.sharding.specs import (
     ALWAYS_TIED,
     CONFIGS,
     DENSE,
+    NEMOTRON_EXPERTS,
     NEVER_TIED,
     ROUTED,
     element_ids,
@@ -28,6 +29,8 @@ from tests.sharding.specs import (
     separated,
     specs,
 )
+
+NEMOTRON = "NemotronHForCausalLM"
 
 
 @settings(max_examples=40, deadline=None)
@@ -205,11 +208,14 @@ def test_vllm_itself_places_the_elements_there(
     )
     # All ranks have a copy of B and C.
     for architecture, groups in (
-        ("NemotronHForCausalLM", "n_groups"),
+        (NEMOTRON, "n_groups"),
         ("FalconH1ForCausalLM", "mamba_n_groups"),
     ):
         folder = tmp_path / f"{architecture}-one-group"
         folders.append(make_tiny_folder(folder, architecture, **{groups: 1}))
+    folder = tmp_path / f"{NEMOTRON}-experts"
+    folders.append(make_tiny_folder(folder, NEMOTRON, **NEMOTRON_EXPERTS))
+    parallel_experts = (*ROUTED, folder.name)
     cases = [
         {
             "folder": str(folder),
@@ -224,7 +230,7 @@ def test_vllm_itself_places_the_elements_there(
             (True, "linear"),
             (True, "round_robin"),
         )
-        if not parallel or (tp > 1 and folder.name.startswith(ROUTED))
+        if not parallel or (tp > 1 and folder.name.startswith(parallel_experts))
     ]
     results = launch.world(
         4,

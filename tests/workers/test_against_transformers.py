@@ -17,7 +17,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
 from tests.references import load_reference
-from tests.sharding.specs import TRANSFORMERS_ATTENTION
+from tests.sharding.specs import NEMOTRON_EXPERTS, TRANSFORMERS_ATTENTION
 from tests.workers.ranks import experience
 from tests.workers.test_parallel_invariance import updated
 
@@ -196,8 +196,7 @@ def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield before + block + STORED_NAMES.get(inside, inside), weight.detach()
             continue
         if model.config.model_type == "nemotron_h":
-            yield re.sub("^model", "backbone", name), weight.detach()
-            continue
+            name = re.sub("^model", "backbone", name)
         stem, _, kind = name.rpartition(".")
         # Whose files stack them too.
         if not stem.endswith(".experts") or model.config.model_type == "gpt_oss":
@@ -301,6 +300,20 @@ def test_an_update_of_parts_that_few_architectures_have(
             before,
             str(shape),
         )
+
+
+def test_an_update_of_layers_of_experts_alone(launch: Launcher, tmp_path: Path) -> None:
+    folder = make_tiny_folder(
+        tmp_path / "model",
+        "NemotronHForCausalLM",
+        initializer_range=0.15,
+        **NEMOTRON_EXPERTS,
+    )
+    expected = by_transformers(folder, ppo)
+    before = load_file(folder / "model.safetensors")
+    for shape in ({"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}):
+        found = updated(launch, folder, tmp_path / str(shape), shape, **PPO)
+        assert_right(found, expected, before, str(shape))
 
 
 def assert_right(

@@ -1,4 +1,4 @@
-"""Table of Nemotron-H's weights: layers that are Mamba-2, attention or an MLP each, behind one norm.
+"""Table of Nemotron-H's weights: layers that are Mamba-2, attention, an MLP or experts each, behind one norm.
 
 Megatron's names of a Mamba-2 layer are those of `models/mamba.py`, which holds the norm
 as well. vLLM's names come from `models/nemotron_h.py` and `mamba_mixer2.py`. It computes
@@ -8,6 +8,7 @@ as well. vLLM's names come from `models/nemotron_h.py` and `mamba_mixer2.py`. It
 from dataclasses import replace
 
 from megaverl.models.architectures import llama
+from megaverl.models.architectures.deepseek import router_bias
 from megaverl.models.architectures.table import EMBEDDING, FINAL_NORM, Layers, Rule
 from megaverl.sharding.weight import Split
 
@@ -75,8 +76,46 @@ MAMBA = (
     Rule(NORM, ("hidden",), Split.REPLICATED, "self_attention.in_norm.weight", NORM),
     *mamba_parts("mixer", "self_attention", "mixer"),
 )
+# Experts and the shared expert have no gates. Transformer Engine cannot fuse the norm in
+# front of experts.
+EXPERTS = (
+    Rule(NORM, ("hidden",), Split.REPLICATED, "pre_mlp_layernorm.weight", NORM),
+    llama.linear(
+        "mixer.gate",
+        ("experts", "hidden"),
+        Split.REPLICATED,
+        ("mlp.router", "mixer.gate"),
+    ),
+    *router_bias("mixer.gate.e_score_correction_bias"),
+    *(
+        Rule(
+            f"mixer.experts.{{}}.{name}.weight",
+            axes,
+            split,
+            f"mlp.experts.local_experts.{{}}.linear_fc{number}.weight",
+            f"mixer.experts.routed_experts.{fused}_weight",
+            transformer_engine=f"mlp.experts.linear_fc{number}.weight{{}}",
+        )
+        for name, axes, split, number, fused in (
+            ("up_proj", ("expert_ffn", "hidden"), Split.COLUMN, 1, "w13"),
+            ("down_proj", ("hidden", "expert_ffn"), Split.ROW, 2, "w2"),
+        )
+    ),
+    llama.linear(
+        "mixer.shared_experts.up_proj",
+        ("shared_ffn", "hidden"),
+        Split.COLUMN,
+        ("mlp.shared_experts.linear_fc1", "mixer.shared_experts.up_proj"),
+    ),
+    llama.linear(
+        "mixer.shared_experts.down_proj",
+        ("hidden", "shared_ffn"),
+        Split.ROW,
+        ("mlp.shared_experts.linear_fc2", "mixer.shared_experts.down_proj"),
+    ),
+)
 NEMOTRON_H = Layers(
-    by_kind={"mamba": MAMBA, "attention": ATTENTION, "mlp": MLP},
+    by_kind={"mamba": MAMBA, "attention": ATTENTION, "mlp": MLP, "moe": EXPERTS},
     embedding=replace(EMBEDDING, name="model.embeddings.weight"),
     final_norm=(
         replace(FINAL_NORM, name="model.norm_f.weight", vllm="model.norm_f.weight"),

@@ -155,8 +155,8 @@ def _templates_by_layer(
     """Return the weights of each layer, without its number."""
     if spec.layer_kinds:
         of_kind = {
-            kind: _templates(rules, sizes, spec)
-            for kind, rules in layers.by_kind.items()
+            kind: _templates(layers.by_kind[kind], sizes, spec)
+            for kind in set(spec.layer_kinds)
         }
         return [of_kind[kind] for kind in spec.layer_kinds]
     num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers

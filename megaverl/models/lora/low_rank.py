@@ -140,6 +140,17 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
+# Parts of names of weights in layers with routed experts, whose MLPs peft (0.21)
+# interprets differently.
+OF_EXPERTS = (
+    ".mlp.",
+    ".block_sparse_moe.",
+    ".mixer.gate.",
+    ".mixer.experts.",
+    ".mixer.shared_experts.",
+    ".mixer.up_proj.",
+    ".mixer.down_proj.",
+)
 # peft (0.21, `_check_lora_target_modules_mamba`) loads no adapter of these.
 OF_MAMBA = (".mixer.out_proj.weight", ".mamba.out_proj.weight")
 
@@ -150,9 +161,7 @@ def _is_linear(weight: Weight, routed: bool) -> bool:
     return (
         in_layer
         and not weight.name.endswith(OF_MAMBA)
-        and not (
-            routed and ".mlp." in weight.name or ".block_sparse_moe." in weight.name
-        )
+        and not (routed and any(part in weight.name for part in OF_EXPERTS))
     )
 
 

@@ -23,7 +23,7 @@ from tests.checkpoint.convert.folders import (
     make_tokenizer,
 )
 from tests.published import stack_experts
-from tests.sharding.specs import expert_tp, make_spec
+from tests.sharding.specs import NEMOTRON_EXPERTS, expert_tp, make_spec
 
 WITH_EXPERTS = [name for name in ARCHITECTURES if make_spec(name).moe]
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -68,6 +68,14 @@ def test_the_same_bytes_come_back(
         )
         back = converted(on, tmp_path / f"back{number}", "hugging_face", verify=True)
         assert_same_files(folder, back)
+
+
+def test_layers_of_experts_alone_come_back(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hf", "NemotronHForCausalLM", **NEMOTRON_EXPERTS)
+    grid = {"tp": 2, "pp": 2, "ep": 2, "dp": 2}
+    there = converted(folder, tmp_path / "there", "megatron", grid=grid)
+    back = converted(there, tmp_path / "back", "hugging_face", verify=True)
+    assert_same_files(folder, back)
 
 
 def test_layers_that_predict_further_tokens_do_not_come_back(
