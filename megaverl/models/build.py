@@ -283,13 +283,19 @@ class _HeadNorm(RMSNorm):
 
 
 class _Scale:
-    """Forward hook that multiplies embeddings by a factor, rounded to their dtype as in Gemma's training."""
+    """Forward hook that multiplies embeddings by a factor.
 
-    def __init__(self, factor: float) -> None:
+    Args:
+        is_rounded: round the factor to the dtype of the embeddings first, as in Gemma's training.
+    """
+
+    def __init__(self, factor: float, *, is_rounded: bool) -> None:
         self.factor = factor
+        self.is_rounded = is_rounded
 
     def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        # The factor is rounded to the dtype before the product, as transformers does.
+        if not self.is_rounded:
+            return output * self.factor
         return output * torch.tensor(
             self.factor, dtype=output.dtype, device=output.device
         )
@@ -373,7 +379,10 @@ def build_model(
             if isinstance(module, ProjectionNorm):
                 module.group = grid.tp_group
         if spec.embedding_scale != 1.0 and model.pre_process:
-            model.embedding.register_forward_hook(_Scale(spec.embedding_scale))
+            # Granite and Falcon-H1 multiply by the factor as it is.
+            is_rounded = spec.architecture.startswith("Gemma")
+            scale = _Scale(spec.embedding_scale, is_rounded=is_rounded)
+            model.embedding.register_forward_hook(scale)
         if spec.vision is not None and model.pre_process:
             # Left uninitialized like all weights that will be loaded.
             tower_seed = seed if config.perform_initialization else None

@@ -367,11 +367,6 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         ),
         (["actor.tp=5", "critic.tp=1"], "actor.tp", "Sizes that fit: 1, 2, 3, 6, 12."),
         (
-            ["actor={tp: 12, lora: {rank: 4}}"],
-            "actor.lora",
-            "tp=12 is more than the model's 6 key-value heads",
-        ),
-        (
             ["critic.pp=4"],
             "critic.pp",
             "found 4, which does not divide the model's 6 layers",
