@@ -36,6 +36,7 @@ from megaverl.distributed.placement_resolver import (
 from megaverl.sharding.model_spec import (
     ModelSpec,
     misfits,
+    why_no_drafts,
     why_not_in_transformers,
     why_not_in_vllm,
     why_not_quantised,
@@ -70,6 +71,9 @@ _UNEVEN = (
 
 # Environment variable with the roles that this node takes (`--role`).
 CLAIMS = "MEGAVERL_ROLE"
+# Tokens of a block of vLLM's cache: 32 without a GPU (`platform/vllm_cpu.py`), vLLM's 16
+# with one.
+LARGEST_DEFAULT_BLOCK = 32
 
 
 def used_roles(config: Config, command: str) -> list[str]:
@@ -196,6 +200,7 @@ def grid_mistakes(
         yield ConfigIssue("rollout.engine", text, involves=("model.path",))
     if spec and spec.is_tabled and config.rollout.engine == "vllm":
         yield from _engine_against_model(config.rollout, spec)
+        yield from _blocks_against_model(config.rollout, spec)
         yield from _speculation_against_model(config.rollout, spec)
     if config.rollout.engine == "hf" and config.rollout.tp > 1:
         yield ConfigIssue(
@@ -503,17 +508,31 @@ def _engine_against_model(
         )
 
 
+def _blocks_against_model(
+    rollout: RolloutConfig, spec: ModelSpec
+) -> Iterator[ConfigIssue]:
+    """Yield a mistake if a chunk of attention does not consist of whole blocks of vLLM's cache."""
+    block = rollout.vllm.get("block_size") or LARGEST_DEFAULT_BLOCK
+    chunk = spec.attention_chunk
+    if chunk is None or chunk % block == 0:
+        return
+    yield ConfigIssue(
+        "rollout.vllm.block_size",
+        f"is {block}, and attention_chunk_size={chunk} of {spec.architecture} is no multiple of it, which vLLM needs. "
+        "Use a size that divides the chunk, or rollout.engine=hf.",
+        involves=("model.path",),
+    )
+
+
 def _speculation_against_model(
     rollout: RolloutConfig, spec: ModelSpec
 ) -> Iterator[ConfigIssue]:
-    """Yield a mistake if drafts are proposed to a model that carries a state."""
-    if spec.is_recurrent and rollout.vllm.get("speculative_config"):
-        text = (
-            f"is set, and layers of {spec.architecture} carry a state, which a refused draft must be taken out of "
-            "again; that has not been tested. Leave it out."
-        )
+    """Yield a mistake if drafts are proposed to a model for which they were not tested."""
+    if rollout.vllm.get("speculative_config") and (reason := why_no_drafts(spec)):
         yield ConfigIssue(
-            "rollout.vllm.speculative_config", text, involves=("model.path",)
+            "rollout.vllm.speculative_config",
+            f"is set, and {reason}. Leave it out.",
+            involves=("model.path",),
         )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megaverl.models.layers import AtPositions
-from megaverl.models.packing import DensePacking, Packing, VarlenPacking
+from megaverl.models.packing import DensePacking, Packing, VarlenPacking, Window
 from megaverl.platform import batch_invariant, flash_attention, platform
 
 platform.adapt_megatron()
@@ -39,6 +39,26 @@ def softcap_of(config: TransformerConfig) -> float | None:
     """Return the soft cap on attention's scores, an attribute that `transformer_config` sets. None: no cap."""
     softcap: float | None = getattr(config, "attention_softcap", None)
     return softcap
+
+
+def chunk_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return the tokens of a chunk of a layer, counted from 1, within which it attends. None: it has no chunks.
+
+    `transformer_config` sets the attribute.
+    """
+    chunks: tuple[int | None, ...] = getattr(config, "attention_chunks", ())
+    return chunks[layer_number - 1] if chunks else None
+
+
+def largest_chunk(config: TransformerConfig) -> int | None:
+    """Return the tokens of a chunk, which all layers with chunks agree on. None: no layer has chunks."""
+    chunks = filter(None, getattr(config, "attention_chunks", ()))
+    return max(chunks, default=None)
+
+
+def needs_our_attention(config: TransformerConfig) -> bool:
+    """Return whether only `CausalAttention` computes the model: scores have a soft cap, or layers have chunks."""
+    return softcap_of(config) is not None or largest_chunk(config) is not None
 
 
 class CausalAttention(nn.Module):
@@ -72,8 +92,12 @@ class CausalAttention(nn.Module):
         has_window = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        # Number of keys that a query sees, its own included.
-        self.window = config.window_size[0] + 1 if has_window else None
+        chunk = chunk_of(config, layer_number)
+        self.window: Window | None = None
+        if has_window:
+            self.window = Window(config.window_size[0] + 1)
+        elif chunk is not None:
+            self.window = Window(chunk, in_chunks=True)
         self._tp_group = None if pg_collection is None else pg_collection.tp
         self.softmax_offset: torch.Tensor | None = None
         # One sink per head of this rank. "off-by-one" has constant sinks of 0.
@@ -186,7 +210,7 @@ def attend_packed(
     v: torch.Tensor,
     packing: Packing,
     scale: float | None,
-    window: int | None,
+    window: Window | None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
@@ -196,7 +220,7 @@ def attend_packed(
         q: [t, heads, head_dim].
         k, v: [t, kv_heads, head_dim].
         scale: factor on the scores. None: 1 / sqrt(head_dim).
-        window: number of keys that a query sees, its own included. None: all before it.
+        window: keys that a query sees. None: all before it.
         sinks: [heads]: one more score per head with a value of zero. Not supported with a `VarlenPacking`.
         softcap: cap of the scores. None: no cap. Not supported with sinks.
 
@@ -205,6 +229,9 @@ def attend_packed(
     """
     if isinstance(packing, VarlenPacking):
         assert sinks is None, "FlashAttention 2 has none"
+        if window is not None and window.in_chunks:
+            # A chunk is a sequence of its own for the kernel.
+            packing, window = packing.chunked or packing, None
         return flash_attention.attend_varlen(
             q,
             packing.gather_segments(k),
@@ -212,7 +239,7 @@ def attend_packed(
             flash_attention.Segments(packing.cu_seqlens_q, packing.max_seqlen_q),
             flash_attention.Segments(packing.cu_seqlens_kv, packing.max_seqlen_kv),
             scale=scale,
-            window=window,
+            window=None if window is None else window.size,
             softcap=softcap,
         ).flatten(1)
     assert isinstance(packing, DensePacking)
@@ -231,7 +258,7 @@ def attend_rows(
     v: torch.Tensor,
     look: torch.Tensor | None,
     scale: float | None,
-    window: int | None,
+    window: Window | None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
@@ -248,7 +275,7 @@ def attend_rows(
     """
     # A window as long as the sequence changes nothing, and without a mask the kernel's
     # faster causal path is taken.
-    if look is None and window is not None and window < q.shape[2]:
+    if look is None and window is not None and window.size < q.shape[2]:
         look = _inside_window(q.shape[2], window, q.device)
     return _attend(q, k, v, look, scale, sinks, softcap)
 
@@ -492,13 +519,11 @@ def _with_sinks(
     )
 
 
-def _inside_window(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return a [length, length] mask in which a query sees its own key and the `window` - 1 before it."""
-    return (
-        torch.ones(length, length, dtype=torch.bool, device=device)
-        .tril()
-        .triu(1 - window)
-    )
+def _inside_window(length: int, window: Window, device: torch.device) -> torch.Tensor:
+    """Return a [length, length] mask in which a query sees its own key and those before it inside the window."""
+    places = torch.arange(length, device=device)
+    queries = places[:, None]
+    return (places <= queries) & (places >= window.first_key(queries))
 
 
 def is_plain(config: TransformerConfig) -> bool:

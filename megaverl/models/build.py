@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -17,11 +18,14 @@ from megaverl.models.attention import (
     LocalLatentAttention,
     SharedKVAttention,
     is_plain,
+    largest_chunk,
+    needs_our_attention,
     softcap_of,
 )
 from megaverl.models.context_attention import (
     ContextAttention,
     Part,
+    own_places,
     pack_for_engine,
     pack_part,
     pack_part_varlen,
@@ -40,6 +44,8 @@ from megaverl.models.layers import (
     SharedNormOutput,
     ValueHead,
     ValuesBesideLogits,
+    l2_normalize,
+    scale_queries,
 )
 from megaverl.models.mamba import Mamba2Mixer
 from megaverl.models.options import (
@@ -56,6 +62,7 @@ from megaverl.sharding.model_spec import (
     DeltaNetSpec,
     LayerKind,
     ModelSpec,
+    QueryScaling,
     shares_kv_heads,
 )
 from megaverl.sharding.weight import Weight
@@ -373,6 +380,10 @@ def build_model(
             _share_norms(model)
         if spec.qk_norm_after_rope:
             _normalize_after_rope(model)
+        if spec.qk_l2_norm or spec.query_scaling is not None:
+            _change_queries(model, spec)
+        if (spec.rope_scaling or {}).get("rope_type") == "llama3":
+            _scale_like_llama3(model.rotary_pos_emb, spec)
         if spec.local_rope_theta is not None:
             _rotate_by_layer(model, spec, spec.local_rope_theta)
         for module in model.modules():
@@ -504,6 +515,75 @@ def _normalize_after_rope(model: GPTModel) -> None:
         attention.core_attention.register_forward_pre_hook(
             partial(normalize, attention)
         )
+
+
+def _change_queries(model: GPTModel, spec: ModelSpec) -> None:
+    """Normalize rotated queries and keys, and scale the queries of layers without rotary embeddings (Llama 4).
+
+    megatron-core's attention (0.16 to 0.19) normalizes before the rotary embedding, in
+    all layers or in none, and has no such scaling.
+    """
+    cp_group = model.pg_collection.cp
+    part = Part(cp_group.rank(), cp_group.size())
+
+    def normalize(
+        module: Any, args: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        query, key, *others = args
+        eps = spec.norm_eps
+        return l2_normalize(query, eps), l2_normalize(key, eps), *others
+
+    def scale(
+        scaling: QueryScaling,
+        module: Any,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        query, *others = args
+        packing = kwargs.get("packed_seq_params")
+        if packing is not None:
+            positions = packing.positions
+        # Each row of a padded micro-batch is one sample.
+        elif part.size == 1:
+            positions = torch.arange(len(query), device=query.device)
+        else:
+            length = len(query) * part.size
+            positions = own_places(length, part).to(query.device)
+        return (scale_queries(query, positions, *scaling), *others), kwargs
+
+    for layer in model.decoder.layers:
+        core_attention = layer.self_attention.core_attention
+        if spec.rotates(layer.layer_number - 1):
+            if spec.qk_l2_norm:
+                core_attention.register_forward_pre_hook(normalize)
+        elif spec.query_scaling is not None:
+            core_attention.register_forward_pre_hook(
+                partial(scale, spec.query_scaling), with_kwargs=True
+            )
+
+
+def _scale_like_llama3(rotary: RotaryEmbedding, spec: ModelSpec) -> None:
+    """Scale rotary frequencies like Llama 3.1, with the numbers of the model.
+
+    megatron-core's own option (0.16 to 0.19) has fixed all of them but the factor. High
+    frequencies stay, low ones are divided by the factor, and those between are
+    interpolated.
+    """
+    scaling = spec.rope_scaling
+    assert scaling is not None
+    factor, low, high = (
+        float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    # Turns over the context of the model before it was extended.
+    original = scaling["original_max_position_embeddings"]
+    turns = original * rotary.inv_freq / (2 * math.pi)
+    # Llama 4 has equal bounds, so that nothing lies between them.
+    kept = (
+        ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        if high > low
+        else (turns >= high).float()
+    )
+    rotary.inv_freq = rotary.inv_freq * (kept + (1 - kept) / factor)
 
 
 def _rotate_by_layer(model: GPTModel, spec: ModelSpec, local_theta: float) -> None:
@@ -652,8 +732,8 @@ def layouts_of(
 
 
 def attends_with_engine(config: TransformerConfig) -> bool:
-    """Return whether Transformer Engine computes attention. It has no soft cap on scores (2.3 to 2.18)."""
-    return uses_transformer_engine() and softcap_of(config) is None
+    """Return whether Transformer Engine computes attention. It has no soft cap and no chunks (2.3 to 2.18)."""
+    return uses_transformer_engine() and not needs_our_attention(config)
 
 
 def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
@@ -675,21 +755,23 @@ def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
             config.params_dtype, config.kv_channels, softcap_of(config)
         )
     )
+    chunk = largest_chunk(config) if varlen else None
+    chunks: dict[str, int] = {} if chunk is None else {"chunk": chunk}
     if part.size == 1:
-        return pack_varlen if varlen else pack
+        return _bind(pack_varlen if varlen else pack, **chunks)
     if engine:
-        return _bind_part(pack_for_engine, part)
-    return _bind_part(pack_part_varlen if varlen else pack_part, part)
+        return _bind(pack_for_engine, part=part)
+    return _bind(pack_part_varlen if varlen else pack_part, part=part, **chunks)
 
 
 @cache
-def _bind_part(pack_rows: Pack, part: Part) -> Pack:
-    """Return the packing function of a context-parallel rank.
+def _bind(pack_rows: Pack, **arguments: Any) -> Pack:
+    """Return a packing function with further arguments, such as that of a context-parallel rank.
 
     Cached: equal arguments give the same object, by which models find out that they
     read rows the same way.
     """
-    return partial(pack_rows, part=part)
+    return partial(pack_rows, **arguments) if arguments else pack_rows
 
 
 def why_not_cut(config: TransformerConfig) -> str:
@@ -709,8 +791,8 @@ def why_not_cut(config: TransformerConfig) -> str:
     if config.cp_comm_type is not None:
         absence = (
             "it needs a GPU and is not here"
-            if softcap_of(config) is None
-            else "it has no soft cap on scores, which this model needs"
+            if not needs_our_attention(config)
+            else "it has no soft cap on scores and no chunks, one of which this model needs"
         )
         return (
             f"megatron.cp_comm_type={config.cp_comm_type} is how Transformer Engine's attention sends keys and "

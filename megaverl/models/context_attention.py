@@ -33,6 +33,7 @@ from megaverl.models.packing import (
     Packing,
     Segment,
     VarlenPacking,
+    Window,
     laid_out,
     own_keys,
     pack_segments,
@@ -146,7 +147,7 @@ def attend_packed_part(
     v: torch.Tensor,
     packing: Packing,
     scale: float | None,
-    window: int | None,
+    window: Window | None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
@@ -167,7 +168,7 @@ def attend_rows_part(
     v: torch.Tensor,
     part: Part,
     scale: float | None,
-    window: int | None,
+    window: Window | None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
@@ -179,10 +180,11 @@ def attend_rows_part(
         # The first chunk of a row sees itself alone, so the kernel's own causal mask
         # does. Later queries see earlier keys too.
         if begin:
-            query_places = torch.arange(begin, end, device=k.device)
+            query_places = torch.arange(begin, end, device=k.device)[:, None]
             key_places = torch.arange(end, device=k.device)
-            distance = query_places[:, None] - key_places
-            look = (distance >= 0) & (distance < (window or end))
+            look = key_places <= query_places
+            if window is not None:
+                look &= key_places >= window.first_key(query_places)
         keys = k[:, :, :end]
         values = v[:, :, :end]
         outputs.append(
@@ -276,10 +278,15 @@ def pack_part_varlen(
     width: int,
     multiple_of: int,
     part: Part,
+    chunk: int | None = None,
 ) -> VarlenPacking:
-    """Pack sequences like `pack_part`, for kernels that take sequences of any lengths."""
+    """Pack sequences like `pack_part`, for kernels that take sequences of any lengths.
+
+    Args:
+        chunk: tokens of a chunk, if some layers attend within chunks.
+    """
     tensors, (first, second) = _cut(lengths, tree, width, multiple_of, part)
-    return pack_segments(tensors, first + second)
+    return pack_segments(tensors, first + second, chunk)
 
 
 def _cut(

@@ -21,7 +21,7 @@ from megaverl.models.context_attention import (
     pack_part,
     pack_part_varlen,
 )
-from megaverl.models.packing import Pack, Packing, pack, pack_varlen
+from megaverl.models.packing import Pack, Packing, Window, pack, pack_varlen
 from megaverl.platform import flash_attention
 from megaverl.user_code import describe, user_code
 
@@ -125,21 +125,16 @@ def attend(
         return query.new_empty(
             query.shape[0], query.shape[2], query.shape[1], value.shape[-1]
         ), None
+    window = None if sliding_window is None else Window(sliding_window)
     if (group := _current.context_group) is not None:
-        return _attend_part(
-            query, key, value, group, scaling, sliding_window, softcap
-        ), None
+        return _attend_part(query, key, value, group, scaling, window, softcap), None
     if _current.packing is None:
-        rows = attend_rows(
-            query, key, value, None, scaling, sliding_window, softcap=softcap
-        )
+        rows = attend_rows(query, key, value, None, scaling, window, softcap=softcap)
         return rows.transpose(1, 2), None
     # A packed row has a batch of one.
     # [t, heads, d]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attend_packed(
-        q, k, v, _current.packing, scaling, sliding_window, softcap=softcap
-    )
+    out = attend_packed(q, k, v, _current.packing, scaling, window, softcap=softcap)
     return out.view(1, len(q), query.shape[1], value.shape[-1]), None
 
 
@@ -149,7 +144,7 @@ def _attend_part(
     value: torch.Tensor,
     group: dist.ProcessGroup,
     scale: float | None,
-    window: int | None,
+    window: Window | None,
     softcap: float | None,
 ) -> torch.Tensor:
     """Compute `attend` of a context-parallel rank's part of each row. Collective over the group."""
@@ -247,6 +242,9 @@ def row_reading(
         )
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
+    # Llama 4 counts the tokens of a row for this, also if positions are given.
+    if getattr(config, "attn_temperature_tuning", False):
+        return RowReading("its queries are scaled by their place in a row", None)
     # State or other mixing would carry tokens of one sample over to the next in a
     # packed row.
     if (

@@ -74,6 +74,30 @@ class NormAfterRope(RMSNorm):
         return super().forward(heads)
 
 
+def l2_normalize(heads: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each head of [..., head_dim] by its root mean square, in float32; shape and dtype stay (Llama 4)."""
+    wide = heads.to(_wide(heads))
+    inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * inverse).to(heads.dtype)
+
+
+def scale_queries(
+    query: torch.Tensor, positions: torch.Tensor, floor: float, strength: float
+) -> torch.Tensor:
+    """Multiply queries by a factor that grows with their position, 1 + strength ln(1 + floor((p + 1) / floor)).
+
+    Args:
+        query: [s, b, heads, head_dim].
+        positions: [s], position of each token in its sample.
+
+    Returns:
+        [s, b, heads, head_dim], dtype of `query`.
+    """
+    steps = torch.floor((positions.float() + 1.0) / floor)
+    factors = 1.0 + strength * torch.log1p(steps)
+    return (query * factors.view(-1, 1, 1, 1)).to(query.dtype)
+
+
 class CentredNorm(nn.Module):
     """LayerNorm without a bias (arXiv 1607.06450), as in Cohere's models, computed in float32.
 

@@ -312,8 +312,12 @@ def transformer_config(
     # GPTModel reads these attributes, though they are no fields of the configuration.
     for name, value in yarn_options(spec).items():
         setattr(config, name, value)
-    # `models/attention.py` reads this one.
+    # `models/attention.py` reads these.
     config.attention_softcap = spec.attention_softcap
+    config.attention_chunks = tuple(
+        spec.attention_chunk if spec.rotates(layer) else None
+        for layer in range(spec.num_layers)
+    )
     return config
 
 
@@ -321,8 +325,8 @@ def _check_for_model(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     """Refuse options that the model's layers do not follow."""
     if spec.parallel_layers:
         _check_parallel_layers(options)
-    if spec.attention_softcap is not None:
-        _check_softcap(options)
+    if spec.attention_softcap is not None or spec.attention_chunk is not None:
+        _check_our_attention(spec, options)
     if spec.is_recurrent:
         _check_recurrent(options)
     if spec.mamba is not None:
@@ -358,17 +362,25 @@ def _check_parallel_layers(options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_softcap(options: Mapping[str, Any]) -> None:
-    """Refuse options that only megatron-core's or Transformer Engine's attention has, which have no soft cap."""
+def _check_our_attention(spec: ModelSpec, options: Mapping[str, Any]) -> None:
+    """Refuse options that only megatron-core's or Transformer Engine's attention has.
+
+    These have neither a soft cap nor chunks.
+    """
     window = options.get("window_size")
     wrong = [
         *(["attention_dropout"] if options["attention_dropout"] else []),
         *(["window_size"] if window is not None and window[1] != 0 else []),
     ]
     if wrong:
+        needs = (
+            "attends within chunks"
+            if spec.attention_softcap is None
+            else "caps attention's scores"
+        )
         raise ModelError(
-            f"megatron.{', megatron.'.join(wrong)}: this model caps attention's scores, and only megaverl's attention, "
-            "which has no dropout and no window that looks ahead, has a cap. Leave it out."
+            f"megatron.{', megatron.'.join(wrong)}: this model {needs}, and only megaverl's attention, "
+            "which has no dropout and no window that looks ahead, computes that. Leave it out."
         )
 
 
@@ -448,6 +460,7 @@ def expert_options(spec: ModelSpec, moe: MoESpec, shape: GridShape) -> dict[str,
         # experts, divided by its sum over the chosen ones.
         "moe_router_pre_softmax": moe.router == "softmax" and not moe.normalize_weights,
         "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1.0 else None,
+        "moe_apply_probs_on_input": moe.scales_input,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": uses_transformer_engine(),
         "moe_router_load_balancing_type": "aux_loss",
@@ -539,11 +552,10 @@ def rope_options(spec: ModelSpec) -> dict[str, Any]:
     kind = scaling["rope_type"]
     if kind == "linear":
         return options | {"seq_len_interpolation_factor": float(scaling["factor"])}
+    # `models/build.py` scales these frequencies: megatron-core (0.16 to 0.19) has fixed
+    # most of the scaling's numbers.
     if kind == "llama3":
-        return options | {
-            "rope_scaling": True,
-            "rope_scaling_factor": float(scaling["factor"]),
-        }
+        return options
     assert kind == "yarn", f"model_config.py lets {kind} pass"
     return options | {"position_embedding_type": "yarn"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -25,6 +25,24 @@ LONG_BEGINNING = 1.5
 Attend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor
 ]
+
+
+class Window(NamedTuple):
+    """Keys that a query sees, besides the causal mask: the last `size` ones, its own included, or those of its chunk.
+
+    Attributes:
+        size: number of keys of the window, or of a chunk.
+        in_chunks: each sample is cut into chunks of `size` tokens, and a query sees the keys of its own chunk alone.
+    """
+
+    size: int
+    in_chunks: bool = False
+
+    def first_key(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the position of the first key that queries at these positions of a sample may see."""
+        if self.in_chunks:
+            return positions - positions % self.size
+        return positions - (self.size - 1)
 
 
 @dataclass
@@ -97,7 +115,7 @@ class DensePacking(Packing):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        window: int | None,
+        window: Window | None,
     ) -> torch.Tensor:
         """Compute attention within the sequences.
 
@@ -105,7 +123,7 @@ class DensePacking(Packing):
             attend: the kernel.
             query: [t, heads, d].
             key, value: [t, kv_heads, d].
-            window: number of keys that a query sees, its own included. None: all before it.
+            window: keys that a query sees. None: all before it.
 
         Returns:
             [t, heads * d of the values].
@@ -116,7 +134,7 @@ class DensePacking(Packing):
             mask = (
                 # Without a window inside the row, the kernel's own causal mask does.
                 None
-                if window is None or window >= width
+                if window is None or window.size >= width
                 else self._mask(width, width, None, window)
             )
             keys = _gather(key, self.wholes)
@@ -142,7 +160,11 @@ class DensePacking(Packing):
         return flat.index_select(0, self.place)
 
     def _mask(
-        self, queries: int, keys: int, offsets: torch.Tensor | None, window: int | None
+        self,
+        queries: int,
+        keys: int,
+        offsets: torch.Tensor | None,
+        window: Window | None,
     ) -> torch.Tensor:
         """Return a [n, 1, queries, keys] mask, in which query i of segment n sees keys up to `offsets[n]` + i."""
         device = self.place.device
@@ -154,7 +176,7 @@ class DensePacking(Packing):
         seen = columns <= last_seen
         # A window's lower bound is relative to the query, like the upper one.
         if window is not None:
-            seen &= columns > last_seen - window
+            seen &= columns >= window.first_key(last_seen)
         return seen.unsqueeze(1)
 
 
@@ -180,9 +202,17 @@ class VarlenPacking(Packing):
         cu_seqlens_q, cu_seqlens_kv: [segments + 1] int32, of the base class: offsets of the segments' queries and keys.
         max_seqlen_q, max_seqlen_kv: of the base class: largest number of queries and keys of a segment.
         keys: [k] int64: place in the row of each key. None: nothing is shared, and keys lie as queries do.
+        chunked: the same row with segments cut into chunks, for layers that attend within chunks. None: no segment is
+            longer than a chunk.
     """
 
     keys: torch.Tensor | None = None
+    chunked: VarlenPacking | None = None
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on another device."""
+        chunked = None if self.chunked is None else self.chunked.to(device)
+        return replace(super().to(device), chunked=chunked)
 
     def gather_segments(self, rows: torch.Tensor) -> torch.Tensor:
         """Return keys or values of the segments, [k, kv_heads, d], from those of the row's tokens [t, kv_heads, d]."""
@@ -263,21 +293,45 @@ def pack(
 
 
 def pack_varlen(
-    lengths: Sequence[int], tree: PrefixTree, *, width: int, multiple_of: int = 1
+    lengths: Sequence[int],
+    tree: PrefixTree,
+    *,
+    width: int,
+    multiple_of: int = 1,
+    chunk: int | None = None,
 ) -> VarlenPacking:
     """Pack sequences like `pack`, for kernels of sequences of any lengths.
 
     Padding at the end of the row is a segment of its own, so that no output or gradient
     is left uninitialized.
+
+    Args:
+        chunk: tokens of a chunk, if some layers attend within chunks.
     """
     tensors, segments = laid_out(lengths, tree, width=width, multiple_of=multiple_of)
-    return pack_segments(tensors, segments)
+    return pack_segments(tensors, segments, chunk)
+
+
+def _in_chunks(segments: Sequence[Segment], chunk: int) -> Iterator[Segment]:
+    """Yield the parts of segments whose queries lie in one chunk, with the keys of that chunk."""
+    for segment in segments:
+        first = segment.num_shared
+        while first < len(segment.keys):
+            begin = first - first % chunk
+            end = min(begin + chunk, len(segment.keys))
+            yield Segment(segment.keys[begin:end], end - first)
+            first = end
 
 
 def pack_segments(
-    tensors: dict[str, torch.Tensor], segments: Sequence[Segment]
+    tensors: dict[str, torch.Tensor],
+    segments: Sequence[Segment],
+    chunk: int | None = None,
 ) -> VarlenPacking:
     """Return the packing of these segments, whose queries lie in this order."""
+    chunked = None
+    if chunk is not None and any(len(segment.keys) > chunk for segment in segments):
+        chunked = pack_segments(tensors, [*_in_chunks(segments, chunk)])
     queries = torch.tensor([segment.num_queries for segment in segments])
     keys = torch.tensor([len(segment.keys) for segment in segments])
     zero = torch.zeros(1, dtype=torch.int32)
@@ -292,6 +346,7 @@ def pack_segments(
         max_seqlen_kv=int(keys.max()),
         **tensors,
         keys=torch.cat([segment.keys for segment in segments]) if repeats else None,
+        chunked=chunked,
     )
 
 

@@ -79,6 +79,21 @@ TINY_MORE: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "Phi3ForCausalLM": {"pad_token_id": None, "partial_rotary_factor": 0.5},
     "Glm4ForCausalLM": {"pad_token_id": None, "attention_bias": True},
+    # Experts, and no rotary embeddings, in every other layer, also in a model of two
+    # layers. Samples are longer than a chunk, and longer than the scaling's first step.
+    "Llama4ForCausalLM": EXPERTS
+    | {
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 8,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "pad_token_id": None,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    },
     # transformers needs a window. This one is never exceeded.
     "MinistralForCausalLM": {"sliding_window": 256},
     # Every other layer has no rotary embeddings, also in a model of two layers.

@@ -221,9 +221,12 @@ def _keep_experts_beside_packed() -> None:
             # The kernel uses expert numbers as indices into its weights. Give it this
             # rank's numbers, and weight zero to other ranks' experts.
             here = arguments["expert_map"][arguments["topk_ids"].long()]
-            arguments["topk_weights"] = arguments["topk_weights"].masked_fill(
-                here < 0, 0.0
-            )
+            weights = arguments["topk_weights"]
+            if arguments["apply_router_weight_on_input"]:
+                # The inputs are scaled already, and the kernel would read no weights.
+                weights = torch.ones_like(weights)
+                arguments["apply_router_weight_on_input"] = False
+            arguments["topk_weights"] = weights.masked_fill(here < 0, 0.0)
             arguments["topk_ids"] = here.clamp(min=0).to(arguments["topk_ids"].dtype)
         run(self, **arguments)
 

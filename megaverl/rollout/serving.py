@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -88,12 +89,15 @@ def default_arguments(model: str, words: Sequence[str]) -> list[str]:
     def unless(options: Sequence[str], *value: str) -> list[str]:
         return [] if named & set(options) else [options[0], *value]
 
+    arguments = []
+    if scaling := _query_scaling(model):
+        arguments += unless(["--override-generation-config"], scaling)
     memory_options = ["--gpu-memory-utilization", "--kv-cache-memory-bytes"]
     if count_gpus():
         share = gpu_share(memory) if (memory := gpu_memory()) else GPU_SHARE
-        return unless(memory_options, f"{share:.2f}")
+        return [*unless(memory_options, f"{share:.2f}"), *arguments]
     # Compiled models on a CPU would need a compiler on the machine.
-    arguments = [
+    arguments += [
         *unless(["--enforce-eager", "--no-enforce-eager"]),
         *unless(["--dtype"], "float32"),
     ]
@@ -101,6 +105,21 @@ def default_arguments(model: str, words: Sequence[str]) -> list[str]:
         cache = cache_bytes(free_host_memory(), weight_bytes(model))
         arguments += unless(memory_options[::-1], str(cache))
     return arguments
+
+
+def _query_scaling(model: str) -> str:
+    """Return the generation config by which vLLM scales queries as a Llama 4 folder says; empty for other models.
+
+    By default vLLM (0.32, `llama4.py`) scales them only in engines for more than 32,768
+    tokens.
+    """
+    path = Path(model, "config.json")
+    config = read_json_file(path) if path.is_file() else {}
+    # The key has a default.
+    if config.get("model_type") != "llama4_text":
+        return ""
+    is_scaled = bool(config.get("attn_temperature_tuning", True))
+    return json.dumps({"attn_temperature_tuning": is_scaled})
 
 
 def cache_bytes(free: int, weights: int) -> int:

@@ -91,6 +91,7 @@ from megaverl.rollout.vllm_weights import (
     quantised_weights,
     remake_derived,
 )
+from megaverl.sharding.model_config import WITH_CHUNKS
 from megaverl.sharding.model_spec import (
     ModelSpec,
     misfits,
@@ -614,6 +615,11 @@ def engine_arguments(
         **config.vllm,
         **(expert_arguments() if options.routed_experts else {}),
     }
+    if spec.architecture in WITH_CHUNKS:
+        # vLLM (0.32, `llama4.py`) scales queries only in engines for more than 32,768
+        # tokens, unless a generation config says otherwise.
+        is_scaled = spec.query_scaling is not None
+        arguments["override_generation_config"] = {"attn_temperature_tuning": is_scaled}
     if not platform.is_cuda:
         if reason := why_no_kernel(spec.head_dim):
             raise RolloutError(reason)

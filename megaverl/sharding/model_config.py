@@ -20,6 +20,7 @@ OTHER_MODEL = "Use another model."
 # configuration class.
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
+    "Llama4ForCausalLM": "llama4_text",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "MistralForCausalLM": "mistral",
@@ -146,6 +147,8 @@ class ExpertKeys(NamedTuple):
             layers, up to `moe_layer_start_index`, are dense. "": none.
         shared_alone: key of the inner width of a shared expert without a gate, in models whose layers have one part
             each. "": none.
+        scales_input: a sigmoid score scales the input of a token's only expert. There is one shared expert of the same
+            width, and dense layers lie between layers with experts (`interleave_moe_layer_step`).
     """
 
     number: str
@@ -160,6 +163,7 @@ class ExpertKeys(NamedTuple):
     shared_width: str = ""
     num_shared: str = ""
     shared_alone: str = ""
+    scales_input: bool = False
 
 
 DEEPSEEK_KEYS = ExpertKeys(
@@ -170,6 +174,12 @@ DEEPSEEK_KEYS = ExpertKeys(
     has_aux_loss=False,
 )
 EXPERT_KEYS = {
+    "Llama4ForCausalLM": ExpertKeys(
+        "num_local_experts",
+        width="intermediate_size",
+        has_aux_loss=False,
+        scales_input=True,
+    ),
     "MixtralForCausalLM": ExpertKeys("num_local_experts", width="intermediate_size"),
     "Qwen3MoeForCausalLM": ExpertKeys("num_experts"),
     "DeepseekV3ForCausalLM": DEEPSEEK_KEYS,
@@ -256,7 +266,7 @@ DELTA_NET_SIZES = (
 )
 LINEAR = "linear_attention"
 # `no_rope_layers` has a 0 for layers without rotary embeddings in these architectures.
-SOMETIMES_ROTARY = ("SmolLM3ForCausalLM",)
+SOMETIMES_ROTARY = ("Llama4ForCausalLM", "SmolLM3ForCausalLM")
 # Layers with full attention have no rotary embeddings in these architectures, if the
 # others have a window.
 ROTARY_IN_WINDOWS = ("Exaone4ForCausalLM", "Cohere2ForCausalLM")
@@ -266,6 +276,7 @@ ROTARY_BY_LAYER = ("Gemma3ForCausalLM",)
 # Rotary embeddings rotate pairs of neighbouring dimensions in these architectures, and
 # in others each dimension with the one half a head further on.
 ROTATED_IN_PAIRS = (
+    "Llama4ForCausalLM",
     "Ernie4_5ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "Glm4ForCausalLM",
@@ -316,6 +327,10 @@ NEEDS_WINDOW = (
     "Gemma3ForCausalLM",
 )
 SLIDING = "sliding_attention"
+# Layers with rotary embeddings attend within chunks of `attention_chunk_size` tokens in
+# these architectures, and `attn_temperature_tuning` scales the queries of the others.
+WITH_CHUNKS = ("Llama4ForCausalLM",)
+CHUNKED = "chunked_attention"
 # Architectures whose key of the norms' epsilon is not `rms_norm_eps`.
 NORM_EPS = {
     "NemotronForCausalLM": "norm_eps",
@@ -404,6 +419,8 @@ ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "qkv_bias": (False, None),
         "qk_norm": (False, None),
     },
+    # transformers' class and vLLM ignore this key.
+    "Llama4ForCausalLM": {"router_jitter_noise": (0.0,)},
     "MixtralForCausalLM": {"router_jitter_noise": (0.0,)},
     "Qwen3MoeForCausalLM": {
         "decoder_sparse_step": (1,),
@@ -571,17 +588,16 @@ WITH_ATTENTION_BIAS = (
     "Qwen2_5_VLForConditionalGeneration",
 )
 
-# Constants of Llama 3's rotary scaling that megatron-core (0.16 to 0.19) has fixed.
-LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 # Rotary scaling -> numbers that it needs.
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", *LLAMA3_ROPE),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 # Architectures with the scaling "dynamic" -> the number that it needs. It multiplies the
@@ -650,6 +666,8 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
     """Yield a message for each number of the file that no model can have."""
     numbers = [*WHOLE_NUMBERS, *OPTIONAL_NUMBERS]
     optional = {*OPTIONAL_NUMBERS, "q_lora_rank"}
+    if architecture in WITH_CHUNKS:
+        numbers += ["intermediate_size_mlp", "no_rope_layer_interval"]
     experts = EXPERT_KEYS.get(architecture)
     if experts is not None:
         numbers += [
@@ -680,6 +698,8 @@ def wrong_types(architecture: str, config: dict[str, Any]) -> Iterator[str]:
         elif type(value) is int and value > LARGEST.get(key, LARGEST_NUMBER):
             yield f"{key} is {value:,}; expected at most {LARGEST.get(key, LARGEST_NUMBER):,}. {AGAIN}"
     factors = [*SCALES.get(architecture, ())]
+    if architecture in WITH_CHUNKS:
+        factors += ["floor_scale", "attn_scale"]
     if experts is not None and experts.has_shared:
         factors.append("routed_scaling_factor")
     norm_eps = NORM_EPS.get(architecture, "rms_norm_eps")
@@ -728,6 +748,8 @@ def not_computed(described: Described) -> Iterator[str]:
         return
     if architecture in ATTENTION_BESIDE_MAMBA:
         yield from _mamba_beside_attention(described)
+    elif architecture in WITH_CHUNKS:
+        yield from _chunks(described)
     else:
         yield from _windows(described)
     yield from _rope(described)
@@ -953,6 +975,30 @@ def _windows(described: Described) -> Iterator[str]:
         )
 
 
+def _chunks(described: Described) -> Iterator[str]:
+    """Yield problems with attention within chunks."""
+    values = described.values
+    chunk = values["attention_chunk_size"]
+    longest = values["max_position_embeddings"]
+    if type(chunk) is not int or chunk < 1:
+        yield (
+            f"{described.says('attention_chunk_size')}; expected a whole number above 0. transformers computes no "
+            f"model without it: set it to max_position_embeddings={longest} for full attention."
+        )
+    # `_layers_without_rope` checks `no_rope_layers`.
+    expected = [
+        CHUNKED if has_rope else "full_attention"
+        for has_rope in values["no_rope_layers"]
+    ]
+    if values["layer_types"] != expected:
+        yield (
+            f"{described.says('layer_types')}; vLLM (0.32) does not read it: layers with rotary embeddings attend "
+            "within chunks, and the others to all tokens. Remove layer_types."
+        )
+    if values.get("sliding_window") is not None:
+        yield f"{described.says('sliding_window')}; only chunks are computed. {OTHER_MODEL}"
+
+
 def windows_of(described: Described) -> tuple[int | None, tuple[bool, ...]]:
     """Return the sliding window, if the longest sequence exceeds it, and the layers that use it.
 
@@ -1043,9 +1089,9 @@ def _rope(described: Described) -> Iterator[str]:
     elif (
         not wrong
         and kind == "llama3"
-        and any(rope[key] != value for key, value in LLAMA3_ROPE.items())
+        and rope["high_freq_factor"] < rope["low_freq_factor"]
     ):
-        yield f"rope_type is llama3 in {rope}; only {LLAMA3_ROPE} are computed (megatron-core). {OTHER_MODEL}"
+        yield f"high_freq_factor is below low_freq_factor in {rope}. {AGAIN}"
     elif not wrong and kind == "yarn":
         yield from _yarn(described, fraction)
     elif dynamic == "factor" and "alpha" in rope:
@@ -1162,7 +1208,7 @@ def _rope_by_layer_type(described: Described) -> Iterator[str]:
 
 
 def _layers_without_rope(described: Described) -> Iterator[str]:
-    """Yield problems with the list of SmolLM3's layers that have rotary embeddings."""
+    """Yield problems with the list of layers that have rotary embeddings."""
     if described.architecture not in SOMETIMES_ROTARY:
         return
     with_rope = described.values["no_rope_layers"]
@@ -1243,6 +1289,9 @@ def _experts(described: Described) -> Iterator[str]:
     """Yield problems with routed experts."""
     values = described.values
     keys = EXPERT_KEYS[described.architecture]
+    if keys.scales_input:
+        yield from _experts_with_scaled_inputs(described)
+        return
     num_experts = values[keys.number]
     per_token = values[keys.per_token]
     if type(num_experts) is not int:
@@ -1282,6 +1331,27 @@ def _experts(described: Described) -> Iterator[str]:
         )
     if keys.has_groups:
         yield from _groups_of_experts(described, num_experts, per_token)
+
+
+def _experts_with_scaled_inputs(described: Described) -> Iterator[str]:
+    """Yield problems with experts whose inputs are scaled, and with the layers that have them (Llama 4)."""
+    values = described.values
+    if values["num_experts_per_tok"] != 1:
+        yield (
+            f"{described.says('num_experts_per_tok')}; only 1 is computed: megatron-core scales the input of a token's "
+            f"only expert. {OTHER_MODEL}"
+        )
+    step = values["interleave_moe_layer_step"]
+    if type(step) is not int or step < 1:
+        yield f"{described.says('interleave_moe_layer_step')}; expected a whole number above 0. {AGAIN}"
+        return
+    num_layers = values["num_hidden_layers"]
+    expected = [*range(step - 1, num_layers, step)]
+    if values["moe_layers"] != expected:
+        yield (
+            f"{described.says('moe_layers')}; vLLM (0.32) reads interleave_moe_layer_step={step} instead, which says "
+            f"{expected}. Remove moe_layers, or set interleave_moe_layer_step to fit it."
+        )
 
 
 def _first_layer_with_experts(described: Described, num_shared: str) -> Iterator[str]:

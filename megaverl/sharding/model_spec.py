@@ -37,6 +37,7 @@ from megaverl.sharding.model_config import (
     SOFTCAPS,
     SOMETIMES_ROTARY,
     WITH_ATTENTION_BIAS,
+    WITH_CHUNKS,
     WITH_DELTA_NET,
     WITH_LATENT_ATTENTION,
     Described,
@@ -53,8 +54,6 @@ ARCHITECTURES = tuple(MODEL_TYPES)
 IMAGE_ARCHITECTURES = tuple(IMAGE_MODEL_TYPES)
 # Reasons why other requested architectures are not supported (megatron-core 0.16).
 NO_TABLE = {
-    "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
-    "temperature",
     "DeepseekV32ForCausalLM": "megatron-core's sparse attention (0.16 to 0.19) needs fast-hadamard-transform, which is "
     "for GPUs alone, and reads packed rows from 0.19 on",
 }
@@ -178,6 +177,7 @@ class MoESpec:
         normalize_weights: divide the chosen experts' weights by their sum.
         num_dense_layers: number of first layers that have a plain MLP of `ModelSpec.ffn_hidden_size` instead, if
             `ModelSpec.layer_kinds` is empty.
+        interval: of each run of this many layers, only the last one has experts (Llama 4's 2).
         shared_ffn_hidden_size: inner width of all shared experts together. 0: none.
         shared_gate: a sigmoid of one more projection of the hidden state scales the shared expert's output (Qwen2-MoE).
         router: function that turns scores into probabilities.
@@ -185,6 +185,7 @@ class MoESpec:
             `e_score_correction_bias`).
         num_groups, groups_per_token: experts are in groups, and a token chooses within its best groups.
         scaling: factor on the routed experts' output.
+        scales_input: a probability multiplies an expert's input instead of its output (Llama 4).
         aux_loss_coef: weight of the load-balancing loss in training.
     """
 
@@ -193,6 +194,7 @@ class MoESpec:
     ffn_hidden_size: int
     normalize_weights: bool
     num_dense_layers: int = 0
+    interval: int = 1
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
     router: Literal["softmax", "sigmoid"] = "softmax"
@@ -200,7 +202,12 @@ class MoESpec:
     num_groups: int = 1
     groups_per_token: int = 1
     scaling: float = 1.0
+    scales_input: bool = False
     aux_loss_coef: float = 0.0
+
+    def is_in(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has routed experts."""
+        return layer >= self.num_dense_layers and (layer + 1) % self.interval == 0
 
 
 @dataclass(frozen=True)
@@ -215,6 +222,16 @@ class MLASpec:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+
+class QueryScaling(NamedTuple):
+    """Factor on queries that grows with their position p (Llama 4): 1 + strength ln(1 + floor((p + 1) / floor)).
+
+    Positions are counted from 0. The idea is that of arXiv 2501.19399.
+    """
+
+    floor: float
+    strength: float
 
 
 @dataclass(frozen=True)
@@ -357,6 +374,10 @@ class ModelSpec:
         parallel_layers: the MLP reads the same norm's output as attention does, and both outputs are added (Cohere).
         qk_norm_spans_heads: `qk_norm` is over all query heads together, and all key heads together (OLMo-2).
         qk_norm_after_rope: `qk_norm` follows the rotary embedding (HunYuan). False: it precedes it.
+        qk_l2_norm: rotated queries and keys of each head are divided by their root mean square, without weights, in
+            layers with rotary embeddings (Llama 4).
+        query_scaling: factor on queries of the layers without rotary embeddings. None: none, or it stays 1 for all
+            positions.
         rotary_fraction: fraction of each head, from its first dimension on, that rotary embeddings rotate.
         rotary_pairs: rotary embeddings rotate pairs of neighbouring dimensions of a head, as in GLM-4. False: each
             dimension of a head's first half with that of its second half.
@@ -372,6 +393,8 @@ class ModelSpec:
         logit_softcap: the same for logits.
         sliding_window: attention's window in tokens. None: full attention.
         windowed_layers: whether each layer attends within the window. Empty: all layers do.
+        attention_chunk: tokens of a chunk. In layers with rotary embeddings a token attends only to tokens of its own
+            chunk (Llama 4). None: there are no chunks.
         linear_bias: all linear layers of the decoder have a bias, including experts and routers.
         attention_sinks: attention's softmax has one more learned score per head, with a value of zero.
         vision: the vision tower. None: the model takes no images.
@@ -416,6 +439,8 @@ class ModelSpec:
     parallel_layers: bool = False
     qk_norm_spans_heads: bool = False
     qk_norm_after_rope: bool = False
+    qk_l2_norm: bool = False
+    query_scaling: QueryScaling | None = None
     local_rope_theta: float | None = None
     local_rope_layers: tuple[bool, ...] = ()
     embedding_scale: float = 1.0
@@ -428,6 +453,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     sliding_window: int | None = None
     windowed_layers: tuple[bool, ...] = ()
+    attention_chunk: int | None = None
     linear_bias: bool = False
     attention_sinks: bool = False
     vision: VisionSpec | None = None
@@ -446,6 +472,12 @@ class ModelSpec:
         """Return whether every layer adds the outputs of attention and of a Mamba-2 layer (Falcon-H1)."""
         return self.mamba is not None and not self.layer_kinds
 
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has rotary embeddings."""
+        return self.has_rope and not (
+            self.layers_without_rope and self.layers_without_rope[layer]
+        )
+
     @property
     def is_recurrent(self) -> bool:
         """Return whether layers carry a state from token to token, so that samples cannot share tokens of a row."""
@@ -456,8 +488,10 @@ class ModelSpec:
         """Return for each layer whether it has routed experts."""
         if self.layer_kinds:
             return tuple(kind == "moe" for kind in self.layer_kinds)
-        num_dense = self.num_layers if self.moe is None else self.moe.num_dense_layers
-        return tuple(layer >= num_dense for layer in range(self.num_layers))
+        moe = self.moe
+        return tuple(
+            moe is not None and moe.is_in(layer) for layer in range(self.num_layers)
+        )
 
     def count_layers(self, kind: LayerKind) -> int:
         """Return the number of layers that have this part."""
@@ -681,7 +715,9 @@ def _read(described: Described) -> dict[str, Any]:
         "num_layers": values.get("num_hidden_layers"),
         "hidden_size": values["hidden_size"],
         # Qwen3.5's class with experts alone has no plain MLP, and no such key.
-        "ffn_hidden_size": values.get("intermediate_size")
+        # Experts of Llama 4 are `intermediate_size` wide.
+        "ffn_hidden_size": values.get("intermediate_size_mlp")
+        or values.get("intermediate_size")
         or values["moe_intermediate_size"],
         "num_heads": num_heads,
         "num_kv_heads": values["num_key_value_heads"],
@@ -716,6 +752,8 @@ def _read(described: Described) -> dict[str, Any]:
         caps = [values[key] for key in SOFTCAPS[architecture]]
         of_scores, of_logits = (None if cap is None else float(cap) for cap in caps)
         fields |= {"attention_softcap": of_scores, "logit_softcap": of_logits}
+    if architecture in WITH_CHUNKS:
+        fields |= _read_chunks(described)
     if architecture in WITH_LAYER_NORM:
         fields["norm"] = "layer"
     elif architecture in WITH_CENTRED_NORM:
@@ -735,7 +773,10 @@ def _read(described: Described) -> dict[str, Any]:
     if architecture in ATTENTION_BESIDE_MAMBA:
         fields["mamba"] = _read_mamba_beside_attention(values)
     if architecture in EXPERT_KEYS:
-        fields["moe"] = _read_experts(described)
+        moe = _read_experts(described)
+        # Fewer layers than an interval have no experts.
+        has_experts = any(map(moe.is_in, range(values["num_hidden_layers"])))
+        fields["moe"] = moe if has_experts else None
     if architecture in WITH_LATENT_ATTENTION:
         mla = MLASpec(values["q_lora_rank"], *(values[key] for key in LATENT_SIZES))
         # Every head has its own keys and values, whatever num_key_value_heads is.
@@ -808,6 +849,25 @@ def _axes_in_turn(sections: list[int]) -> tuple[int, ...]:
         dimension % 3 if dimension < 3 * sections[dimension % 3] else 0
         for dimension in range(sum(sections))
     )
+
+
+def _read_chunks(described: Described) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` that a model with attention within chunks has.
+
+    What no position of the model reaches is left out.
+    """
+    values = described.values
+    longest = values["max_position_embeddings"]
+    chunk = values["attention_chunk_size"]
+    floor = float(values["floor_scale"])
+    is_scaled = bool(values["attn_temperature_tuning"]) and floor <= longest
+    return {
+        "attention_chunk": chunk if chunk < longest else None,
+        "qk_l2_norm": bool(values["use_qk_norm"]),
+        "query_scaling": QueryScaling(floor, float(values["attn_scale"]))
+        if is_scaled
+        else None,
+    }
 
 
 def _read_mamba(described: Described) -> dict[str, Any]:
@@ -998,6 +1058,15 @@ def _read_experts(described: Described) -> MoESpec:
             num_dense_layers=values["moe_layer_start_index"],
             shared_ffn_hidden_size=values[keys.num_shared] * width,
         )
+    if keys.scales_input:
+        moe = replace(
+            moe,
+            interval=values["interleave_moe_layer_step"],
+            shared_ffn_hidden_size=width,
+            router="sigmoid",
+            normalize_weights=False,
+            scales_input=True,
+        )
     if keys.by_sigmoid:
         moe = replace(moe, router="sigmoid", router_bias=True)
     elif keys.by_biased_softmax:
@@ -1100,6 +1169,25 @@ def why_not_quantised(spec: ModelSpec) -> str:
         return (
             f"{spec.architecture} has layers with a state, whose projections were not compared in few bits. Leave it "
             "out"
+        )
+    if spec.moe is not None and spec.moe.scales_input:
+        return (
+            f"vLLM transposes the experts of {spec.architecture} as it loads, which were not compared in few bits. "
+            "Leave it out"
+        )
+    return ""
+
+
+def why_no_drafts(spec: ModelSpec) -> str:
+    """Return why an engine cannot propose tokens to this model (`rollout.vllm.speculative_config`), or ""."""
+    if spec.is_recurrent:
+        return (
+            f"layers of {spec.architecture} carry a state, which a refused draft must be taken out of again; that has "
+            "not been tested"
+        )
+    if spec.attention_chunk is not None:
+        return (
+            f"drafts were not tested with the chunks of {spec.architecture}'s attention"
         )
     return ""
 

@@ -209,6 +209,9 @@ class Tracer(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs))
             if _is_tensor(leaf) and self._is_known(leaf)
         ]
+        if not known and name == "aten::_to_copy" and _is_index(args[0]):
+            # Indices keep their values, wherever a program wants to use them.
+            return func(args[0], **(kwargs | {"device": args[0].device}))
         if not known or name in _NEW:
             return func(*args, **kwargs)
         if name == "aten::copy_":
@@ -222,6 +225,8 @@ class Tracer(TorchDispatchMode):
                 **{key: value for key, value in kwargs.items() if key != "device"},
             )
             return self._made(copied, [(copied, args[0])])
+        if name == "aten::index" and (picked := _picked(*args)) is not None:
+            return self._joined(True, torch.stack, *picked)
         if name in ("aten::cat", "aten::stack"):
             return self._joined(name == "aten::stack", func, *args, **kwargs)
         # Views share the storage, by which sources are known, so there is nothing to
@@ -276,6 +281,25 @@ class Tracer(TorchDispatchMode):
 def _is_tensor(value: Any) -> bool:
     """Return whether `value` is a tensor."""
     return isinstance(value, torch.Tensor)
+
+
+def _is_index(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has whole numbers or masks as data."""
+    return tensor.device.type != "meta" and not tensor.is_floating_point()
+
+
+def _picked(
+    source: torch.Tensor, indices: list[torch.Tensor | None]
+) -> tuple[list[torch.Tensor], int] | None:
+    """Return the parts of `source[..., index]`, and their axis. None: it is no selection along one axis."""
+    used = [axis for axis, index in enumerate(indices) if index is not None]
+    if len(used) != 1:
+        return None
+    index = indices[used[0]]
+    assert index is not None
+    if not _is_index(index) or index.dim() != 1 or index.dtype == torch.bool:
+        return None
+    return [source.select(used[0], place) for place in index.tolist()], used[0]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -26,6 +26,8 @@ Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.p
   rank only, and zero on the others.
 - `in_proj` of a Mamba-2 layer is [this rank's gate rows; its x, B, C and time steps' rows], `conv1d` [x; B; C]
   (`layers/mamba/mamba_mixer2.py`). All ranks hold B and C of a single group. `A` is computed from `A_log`.
+- Llama 4's experts are transposed in files, with gate columns before up columns. In each query and key head vLLM puts
+  the first rows of all pairs that rotary embeddings rotate before the second ones (`models/llama4.py`).
 - Granite MoE's experts lie as other models' do: its files store all of them in one array, in the same order.
 
 - A vision tower's linear layers are split like the decoder's, without sharing of heads: q, k and v rows, or all rows of
@@ -234,6 +236,10 @@ def held_bytes(layout: Layout, itemsize: int) -> int:
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE; the tests compare it with the installed one.
 VOCAB_PADDING = 64
 
+# Architectures whose query and key rows vLLM's loader reorders, so that its rotary
+# embeddings rotate halves of heads.
+PAIRS_APART = ("Llama4ForCausalLM",)
+
 Placement = Literal["linear", "round_robin"]
 _Kind = tuple[tuple[Split, tuple[int, ...]], ...]
 
@@ -427,6 +433,8 @@ def _fill(
         return stack([*_fused_rows(first, spec, tp_size, tp_rank)])
     if first.split is Split.NET_QKV:
         return stack([*_delta_net_rows(weights, spec, tp_size, tp_rank)])
+    if first.split is Split.Q and spec.architecture in PAIRS_APART:
+        return stack([*_halved_heads(weights, spec, tp_size, tp_rank)])
     if first.split is Split.FUSED_QKV_IN_VLLM:
         return stack([*_thirds(first, tp_size, tp_rank)])
     if first.split in MAMBA_PARTS:
@@ -465,6 +473,22 @@ def _delta_net_rows(
         first = part.start + tp_rank * run
         shape = weights[part.weight].shape
         yield part.weight, cut(shape, 0, first, first + run)
+
+
+def _halved_heads(
+    weights: Sequence[Weight], spec: ModelSpec, tp_size: int, tp_rank: int
+) -> Iterator[tuple[int, Box]]:
+    """Yield the rows of q, k and v of one rank, where q and k heads have the first rows of all pairs in front."""
+    for number, weight in enumerate(weights):
+        part = _part(weight, spec, tp_size, tp_rank)
+        if weight.split is Split.V:
+            yield number, part
+            continue
+        first, last = part.start[0], part.stop[0]
+        for head in range(first, last, spec.head_dim):
+            for row in (0, 1):
+                for start in range(head + row, head + spec.head_dim, 2):
+                    yield number, cut(weight.shape, 0, start, start + 1)
 
 
 def _thirds(weight: Weight, tp_size: int, tp_rank: int) -> Iterator[tuple[int, Box]]:

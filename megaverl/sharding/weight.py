@@ -25,7 +25,8 @@ class Split(Enum):
     outputs, STACKED_IN along the inputs. STACKED_WHOLE, a bias on outputs that are summed
     over ranks, is not split. Granite MoE stores each one as `[out, in]`:
     STACKED_GATE_UP has all gate rows, then all up rows of an expert, each split;
-    STACKED_ROW is split along the input columns. FLATTENED is `[1, n]` in files, and
+    STACKED_ROW is split along the input columns. Llama 4 stores each one transposed, with
+    all gate columns, then all up columns: STACKED_OUT_GATE_UP. FLATTENED is `[1, n]` in files, and
     `[n]` on every rank of Megatron and vLLM. HEADS_IN_VLLM, a norm over all heads,
     is whole in Megatron and split by heads in vLLM. GATED_Q holds two runs of rows for each
     query head, the query and the gate of its output. NET_QKV holds all query rows, all
@@ -53,6 +54,7 @@ class Split(Enum):
     STACKED_IN = "stacked in"
     STACKED_WHOLE = "stacked whole"
     STACKED_GATE_UP = "stacked gate, up"
+    STACKED_OUT_GATE_UP = "stacked out gate, up"
     STACKED_ROW = "stacked row"
     FLATTENED = "flattened"
     NET_QKV = "q, k, v of a delta net"
@@ -81,10 +83,13 @@ STACKED_AXIS = {
     Split.STACKED_IN: 1,
     Split.STACKED_WHOLE: None,
     Split.STACKED_GATE_UP: 1,
+    Split.STACKED_OUT_GATE_UP: 2,
     Split.STACKED_ROW: 2,
 }
 # Arrays of all experts whose matrices are transposed in files.
-TRANSPOSED = (Split.STACKED_OUT, Split.STACKED_IN)
+TRANSPOSED = (Split.STACKED_OUT, Split.STACKED_IN, Split.STACKED_OUT_GATE_UP)
+# Arrays of all experts that hold two parts of each along the axis that is split.
+GATE_AND_UP = (Split.STACKED_GATE_UP, Split.STACKED_OUT_GATE_UP)
 
 
 class Weight(NamedTuple):
@@ -232,30 +237,33 @@ class StackedPart(NamedTuple):
     """Part of one expert out of an array that holds all of them, and the expert's own array.
 
     Attributes:
-        boxes: boxes of the global array. They follow each other along axis 0 of the expert's array, or of its view.
+        boxes: boxes of the global array. They follow each other along one axis of the expert's array, or of its view.
         shape: shape of the expert's array, `[out, in]` or `[out]`.
         view: view of the expert's array in the order of the global one. None: the order is the same.
+        axis: the axis along which boxes follow each other.
     """
 
     boxes: tuple[Box, ...]
     shape: tuple[int, ...]
     view: Strides | None
+    axis: int
 
     def placed(self) -> Iterator[tuple[Box, Box]]:
         """Yield each box of the global array, and the box of the expert's array, or of its view, that holds it."""
         first = 0
         for box in self.boxes:
-            rows, *rest = box.shape[1:]
-            start = (first, *(0 for _ in rest))
-            yield box, Box(start, (first + rows, *rest))
-            first += rows
+            start = [0] * len(box.shape[1:])
+            stop = [*box.shape[1:]]
+            start[self.axis] = first
+            stop[self.axis] = first = first + stop[self.axis]
+            yield box, Box(tuple(start), tuple(stop))
 
 
 def stacked_part(weight: Weight, expert: int, tp: int, tp_rank: int) -> StackedPart:
     """Return one of `tp` parts of an expert. The split size must be divisible by `tp`."""
     axis = STACKED_AXIS[weight.split]
-    # Gate rows and up rows are split separately.
-    num_boxes = 2 if weight.split is Split.STACKED_GATE_UP else 1
+    # Gate rows (or columns) and up rows are split separately.
+    num_boxes = 2 if weight.split in GATE_AND_UP else 1
     boxes = []
     for number in range(num_boxes):
         start = [expert] + [0] * (len(weight.shape) - 1)
@@ -265,13 +273,15 @@ def stacked_part(weight: Weight, expert: int, tp: int, tp_rank: int) -> StackedP
             start[axis] = (number * tp + tp_rank) * run
             stop[axis] = start[axis] + run
         boxes.append(Box(tuple(start), tuple(stop)))
-    rows, *rest = boxes[0].shape[1:]
-    shape = (num_boxes * rows, *rest)
+    joined = axis - 1 if num_boxes > 1 and axis is not None else 0
+    sizes = [*boxes[0].shape[1:]]
+    sizes[joined] *= num_boxes
+    shape = tuple(sizes)
     # Biases have one axis, and lie as in the files.
     if weight.split not in TRANSPOSED or len(shape) == 1:
-        return StackedPart(tuple(boxes), shape, None)
+        return StackedPart(tuple(boxes), shape, None, joined)
     view = Strides((1, 0), (0, 0), (1, 1))
-    return StackedPart(tuple(boxes), view.shape_of(shape), view)
+    return StackedPart(tuple(boxes), view.shape_of(shape), view, joined)
 
 
 NUMBER = re.compile(r"\d+")

@@ -433,6 +433,25 @@ def test_an_engine_whose_experts_lie_transposed_is_not_quantised(mistakes, tmp_p
     )
 
 
+def test_what_an_engine_of_attention_within_chunks_cannot_do(
+    load, mistakes, tmp_path
+) -> None:
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 48}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    found = mistakes(
+        "rollout.vllm={quantization: fp8, speculative_config: {method: ngram, num_speculative_tokens: 2}}",
+        "actor.fake_quantization=fp8_per_block",
+        "model.dtype=bfloat16",
+    )
+    assert "transposes the experts" in found["rollout.vllm.quantization"]
+    assert "transposes the experts" in found["actor.fake_quantization"]
+    assert "drafts were not tested" in found["rollout.vllm.speculative_config"]
+    assert "is 32, and attention_chunk_size=48" in found["rollout.vllm.block_size"]
+    assert len(found) == 4
+    assert load("rollout.vllm.block_size=16").rollout.vllm == {"block_size": 16}
+
+
 def test_what_an_engine_of_gated_delta_nets_cannot_do(mistakes, tmp_path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     config |= {

@@ -137,7 +137,7 @@ def updates(
         described = Path(folder, "config.json").read_text()
         fuses = engine.is_used and not any(
             word in described
-            for word in ("Deepseek", "yarn", "Glm4ForCausalLM", "Cohere2")
+            for word in ("Deepseek", "yarn", "Glm4ForCausalLM", "Cohere2", "Llama4")
         )
         options = megatron | {"apply_rope_fusion": fuses}
         if not engine.is_used:  # how Transformer Engine sends keys and values

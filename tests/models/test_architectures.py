@@ -6,10 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.tiny import FAMILIES, make_tiny_folder, make_tiny_vision_folder
+from megaverl.models.tiny import (
+    FAMILIES,
+    TINY,
+    TINY_MORE,
+    make_tiny_folder,
+    make_tiny_vision_folder,
+)
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from megaverl.sharding.weight import Split
 from megaverl.weights.stored import read_folder
@@ -44,6 +51,31 @@ def test_names_and_shapes_of_models_with_images(family: str, tmp_path: Path) -> 
     theirs = {name: tensor.shape for name, tensor in read_folder(folder).items()}
     weights = weights_of(ModelSpec.from_folder(folder))
     assert {weight.name: weight.shape for weight in weights} == theirs
+
+
+def test_the_text_part_of_a_folder_of_llama_4(tmp_path: Path) -> None:
+    """As docs/extend/architecture.md writes it, out of a folder with a vision tower."""
+    tower = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    tower |= {"image_size": 28, "patch_size": 14, "hidden_size": 32}
+    tower |= dict.fromkeys(
+        ("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32
+    )
+    text = TINY | TINY_MORE["Llama4ForCausalLM"] | {"head_dim": 8}
+    config = transformers.Llama4Config(
+        text_config=text, vision_config=tower, image_token_index=3
+    )
+    whole = transformers.Llama4ForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path / "whole")
+    transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "whole", dtype="auto"
+    ).save_pretrained(tmp_path / "text")
+    stored = read_folder(tmp_path / "text")
+    weights = weights_of(ModelSpec.from_folder(tmp_path / "text"))
+    assert {weight.name: weight.shape for weight in weights} == {
+        name: tensor.shape for name, tensor in stored.items()
+    }
+    with pytest.raises(ModelError, match="vision tower"):
+        ModelSpec.from_folder(tmp_path / "whole")
 
 
 def test_latent_attention_without_a_query_latent(tmp_path: Path) -> None:

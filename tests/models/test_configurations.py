@@ -69,6 +69,15 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# Llama 4's bounds are equal.
+LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 64,
+}
 # Of every architecture: changes that are computed.
 ANY: list[dict[str, Any]] = [
     {"tie_word_embeddings": True},
@@ -98,6 +107,8 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"num_key_value_heads": None},
         {"head_dim": None},
         {"hidden_act": "swish"},
+        {"rope_scaling": LLAMA4_ROPE | {"high_freq_factor": 4.0}},
+        {"rope_scaling": LLAMA4_ROPE | {"low_freq_factor": 0.5}},
     ],
     "Qwen2ForCausalLM": [
         {"use_sliding_window": True, "sliding_window": 8},  # from layer 28 on
@@ -121,6 +132,26 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"sliding_window": 1},
     ],
     "GemmaForCausalLM": [{"hidden_act": "gelu"}],
+    "Llama4ForCausalLM": [
+        {"use_qk_norm": False},
+        {"attn_temperature_tuning": False},
+        {"floor_scale": 1, "attn_scale": 2.0},
+        {"floor_scale": 257},
+        {"attention_chunk_size": 1},
+        {"attention_chunk_size": 7},
+        {"attention_chunk_size": 8192},
+        {"no_rope_layers": [0, 1]},
+        {"no_rope_layers": [0, 0]},
+        {"no_rope_layers": [1, 1]},
+        {"no_rope_layers": []},  # as a published folder writes it
+        {"interleave_moe_layer_step": 1},
+        {"interleave_moe_layer_step": 3},  # no experts in two layers
+        {"moe_layers": [1]},
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        {"rope_scaling": LLAMA4_ROPE},
+        {"rope_scaling": LLAMA4_ROPE | {"high_freq_factor": 3.5}},
+        {"hidden_act": "swish"},
+    ],
     "MixtralForCausalLM": [
         {"norm_topk_prob": False},
         {"sliding_window": 8},
@@ -393,7 +424,7 @@ def is_refused(architecture: str, change: dict[str, Any]) -> bool:
     if architecture in ("Phi3ForCausalLM", "NemotronHForCausalLM"):
         return bool(rope)
     # megatron-core's YaRN does not rotate pairs.
-    if architecture.startswith(("Ernie4_5", "Glm4For")):
+    if architecture.startswith(("Ernie4_5", "Glm4For", "Llama4")):
         return "yarn" in rope.values()
     if architecture == "Cohere2ForCausalLM":
         # vLLM reads two keys that transformers ignores.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,6 +31,7 @@ from tests.models.test_packing import (
     attention,
     attention_config,
     drawn,
+    in_chunks,
     of_prompts,
     sequences_of,
     varlen,
@@ -47,33 +49,34 @@ def test_each_rank_has_an_early_and_a_late_chunk() -> None:
 
 
 def of_a_rank(
-    window: int | None, rank: int, size: int, *, sinks: bool = False
+    window: int | None, rank: int, size: int, **options: Any
 ) -> ContextAttention:
     """With keys and values that are gathered already; `tests/workers` gather them between ranks."""
     group = SimpleNamespace(rank=lambda: rank, size=lambda: size)
     groups = SimpleNamespace(cp=group, tp=None)
     attends = ContextAttention(
-        attention_config(window, sinks=sinks), 1, None, "self", pg_collection=groups
+        attention_config(window, **options), 1, None, "self", pg_collection=groups
     )
     attends._whole_row = lambda key, value: (key, value)  # type: ignore[method-assign]
     with_sinks(attends)
     return attends
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("more", [{}, {"sinks": True}, {"chunk": 5}, {"chunk": 1}])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_a_row_of_one_sequence_is_attended_from_by_its_ranks(
-    window: int | None, sinks: bool
+    window: int | None, more: dict[str, Any]
 ) -> None:
+    window = None if "chunk" in more else window
     q, k, v = (
         torch.randn(12, 2, heads, 8, dtype=torch.float64)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    expected = attention(window, sinks=sinks)(q, k, v, None)
+    expected = attention(window, **more)(q, k, v, None)
     for rank in range(3):
         own = own_places(12, Part(rank, 3))
         torch.testing.assert_close(
-            of_a_rank(window, rank, 3, sinks=sinks)(q[own], k, v, None), expected[own]
+            of_a_rank(window, rank, 3, **more)(q[own], k, v, None), expected[own]
         )
 
 
@@ -83,7 +86,7 @@ def test_a_row_of_one_sequence_is_attended_from_by_its_ranks(
     groups=GROUPS,
     window=st.sampled_from([None, 1, 3, 100]),
     size=SIZES,
-    sinks=st.booleans(),
+    more=st.sampled_from([{}, {"sinks": True}, {"chunk": 1}, {"chunk": 3}]),
     seed=st.integers(0, 99),
 )
 def test_the_ranks_outputs_are_those_of_the_whole_row(
@@ -91,12 +94,14 @@ def test_the_ranks_outputs_are_those_of_the_whole_row(
     groups: list[tuple[int, list[list[int]]]],
     window: int | None,
     size: int,
-    sinks: bool,
+    more: dict[str, Any],
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    if sinks:
+    if "sinks" in more:
         laid = pack_part
+    if "chunk" in more:
+        window, laid = None, in_chunks(laid, more["chunk"])
     sequences, tree = sequences_of(groups)
     lengths = [len(tokens) for tokens in sequences]
     options = {"width": 20, "multiple_of": 2 * size}
@@ -106,9 +111,8 @@ def test_the_ranks_outputs_are_those_of_the_whole_row(
         drawn(total, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
     q, k, v = (x.unsqueeze(1) for x in row)
-    expected = attention(window, sinks=sinks)(
-        q, k, v, None, packed_seq_params=whole
-    ).squeeze(1)
+    attends_whole = attention(window, **more)
+    expected = attends_whole(q, k, v, None, packed_seq_params=whole).squeeze(1)
     outputs, places = [], []
     for rank in range(size):
         packing = laid(lengths, tree, **options, part=Part(rank, size))
@@ -121,7 +125,7 @@ def test_the_ranks_outputs_are_those_of_the_whole_row(
         with mock.patch.dict(
             sys.modules, {"flash_attn": SimpleNamespace(flash_attn_varlen_func=varlen)}
         ):
-            attends = of_a_rank(window, rank, size, sinks=sinks)
+            attends = of_a_rank(window, rank, size, **more)
             outputs.append(
                 attends(q[own], k, v, None, packed_seq_params=packing).squeeze(1)
             )

@@ -146,7 +146,8 @@ def test_virtual_stages_need_layers() -> None:
     [
         (None, {}),
         ({"rope_type": "linear", "factor": 2}, {"seq_len_interpolation_factor": 2.0}),
-        (LLAMA3, {"rope_scaling": True, "rope_scaling_factor": 8.0}),
+        # `build_model` scales these frequencies.
+        (LLAMA3, {}),
         ({"rope_type": "yarn", "factor": 4.0}, {"position_embedding_type": "yarn"}),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from megaverl.data.prefix_tree import PrefixTree, limits_of
 from megaverl.models import build
 from megaverl.models.attention import CausalAttention
+from megaverl.models.context_attention import pack_part_varlen
 from megaverl.models.layers import AtPositions, as_one_row
 from megaverl.models.packing import LONG_BEGINNING, MicroBatch, Pack, pack, pack_varlen
 from megaverl.platform import flash_attention
@@ -56,10 +58,15 @@ def of_prompts(shared: list[int], groups: list[int]) -> PrefixTree:
 
 
 def attention_config(
-    window: int | None, *, sinks: bool, softcap: float | None = None
+    window: int | None,
+    *,
+    sinks: bool = False,
+    softcap: float | None = None,
+    chunk: int | None = None,
 ) -> SimpleNamespace:
     return SimpleNamespace(
         attention_softcap=softcap,
+        attention_chunks=(chunk,),
         window_size=None if window is None else (window - 1, 0),
         window_attn_skip_freq=None,
         softmax_type="learnable" if sinks else "vanilla",
@@ -69,11 +76,16 @@ def attention_config(
     )
 
 
-def attention(
-    window: int | None, *, sinks: bool = False, softcap: float | None = None
-) -> CausalAttention:
-    config = attention_config(window, sinks=sinks, softcap=softcap)
+def attention(window: int | None, **options: Any) -> CausalAttention:
+    config = attention_config(window, **options)
     return with_sinks(CausalAttention(config, 1, None, "self"))
+
+
+def in_chunks(laid: Pack, chunk: int | None) -> Pack:
+    """`laid` for layers with such chunks. Those for masks need not know of them."""
+    if chunk is None or laid not in (pack_varlen, pack_part_varlen):
+        return laid
+    return partial(laid, chunk=chunk)
 
 
 def with_sinks(attends: CausalAttention) -> CausalAttention:
@@ -150,7 +162,9 @@ def capped_by_the_book(
     groups=GROUPS,
     window=st.sampled_from([None, 1, 3, 100]),
     multiple_of=st.sampled_from([1, 4]),
-    more=st.sampled_from([{}, {"sinks": True}, {"softcap": 0.5}]),
+    more=st.sampled_from(
+        [{}, {"sinks": True}, {"softcap": 0.5}, {"chunk": 1}, {"chunk": 3}]
+    ),
     seed=st.integers(0, 99),
 )
 def test_attention_over_a_packed_row_is_that_of_each_sequence(
@@ -164,6 +178,8 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
     torch.manual_seed(seed)
     if "sinks" in more:
         laid = pack  # FlashAttention 2 has none
+    if "chunk" in more:
+        window, laid = None, in_chunks(laid, more["chunk"])
     sequences, tree = sequences_of(groups)
     lengths = [len(tokens) for tokens in sequences]
     packing = laid(lengths, tree, width=WIDTH, multiple_of=multiple_of)
@@ -237,6 +253,47 @@ def test_a_sink_is_one_more_score_of_nothing(window: int | None) -> None:
     )
     for mine, theirs in zip(of_found, of_expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 8])
+def test_attention_within_chunks(chunk: int) -> None:
+    """A query sees its own key and those before it in its chunk; and the gradient of that."""
+    torch.manual_seed(0)
+    q, k, v = (
+        drawn(7, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    found = attention(None, chunk=chunk)(*(x.unsqueeze(1) for x in (q, k, v)), None)
+    chunks = torch.tensor([place // chunk for place in range(7)])
+    seen = (chunks[:, None] == chunks) & torch.ones(7, 7, dtype=torch.bool).tril()
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) / DIM**0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+    torch.testing.assert_close(found.squeeze(1), expected, rtol=1e-12, atol=1e-12)
+    factor = torch.randn_like(expected)
+    of_found, of_expected = (
+        torch.autograd.grad((x * factor).sum(), [q, k, v])
+        for x in (found.squeeze(1), expected)
+    )
+    for mine, theirs in zip(of_found, of_expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_chunks_are_sequences_for_a_kernel_of_any_lengths() -> None:
+    """Counted from a sample's first token, also where that is shared with another one."""
+    tree = of_prompts([4, 4, 2], [0, 0, 1])
+    packing = pack_varlen([7, 6, 3], tree, width=20, multiple_of=4, chunk=3)
+    assert packing.cu_seqlens_q.tolist() == [0, 7, 9, 12]
+    chunked = packing.chunked
+    assert chunked is not None and chunked.keys is not None
+    assert chunked.cu_seqlens_q.diff().tolist() == [3, 3, 1, 2, 3]
+    assert chunked.cu_seqlens_kv.diff().tolist() == [3, 3, 1, 3, 3]
+    assert chunked.keys.tolist() == [*range(7), 3, 7, 8, *range(9, 12)]
+    assert (chunked.max_seqlen_q, chunked.max_seqlen_kv) == (3, 3)
+    moved = packing.to(torch.device("meta")).chunked
+    assert moved is not None and moved.cu_seqlens_q.device.type == "meta"
+    pair = of_prompts([4, 4], [0, 0])
+    assert pack_varlen([7, 6], pair, width=20, chunk=7).chunked is None
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -347,9 +404,11 @@ def test_flash_attention_packs_where_it_computes(
         latent: bool = False,
         softmax: str = "vanilla",
         softcap: float | None = None,
+        chunk: int | None = None,
     ) -> Any:
         return SimpleNamespace(
             attention_softcap=softcap,
+            attention_chunks=(None, chunk),
             params_dtype=dtype,
             kv_channels=head_dim,
             multi_latent_attention=latent,
@@ -371,6 +430,11 @@ def test_flash_attention_packs_where_it_computes(
     assert build.packer(config(torch.bfloat16, softmax="learnable")) is pack, (
         "it has no sinks"
     )
+    in_chunks_of_8 = build.packer(config(torch.bfloat16, chunk=8))
+    assert in_chunks_of_8 is build.packer(config(torch.bfloat16, chunk=8))
+    assert isinstance(in_chunks_of_8, partial)
+    assert (in_chunks_of_8.func, in_chunks_of_8.keywords) == (pack_varlen, {"chunk": 8})
+    assert build.packer(config(torch.float32, chunk=8)) is pack
     for version, packs in (("2.5.9", pack), ("2.6.0", pack_varlen)):
         module = SimpleNamespace(__version__=version)
         monkeypatch.setitem(sys.modules, "flash_attn", module)

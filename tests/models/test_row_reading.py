@@ -16,6 +16,7 @@ PADDED = {
     "GptOssForCausalLM": "sinks",
     # transformers' default
     "SeedOssForCausalLM": "dropout",
+    "Llama4ForCausalLM": "place in a row",
     # Frequencies may depend on the longest position.
     "HunYuanDenseV1ForCausalLM": "without data",
 }
@@ -34,3 +35,18 @@ def test_rows_are_packed_or_the_reason_is_said(
     expected = state if is_recurrent else PADDED.get(architecture, "")
     assert expected in reading.padded_because
     assert (reading.pack is None) == bool(expected)
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize("has_chunks", [True, False])
+def test_rows_of_llama_4_are_packed_without_its_own_attention(
+    has_chunks: bool, is_scaled: bool, tmp_path: Path
+) -> None:
+    folder = make_tiny_folder(
+        tmp_path,
+        "Llama4ForCausalLM",
+        no_rope_layers=[int(has_chunks), 0, 0, 0],
+        attn_temperature_tuning=is_scaled,
+    )
+    _, reading = build_module(folder, dtype=torch.float32, seed=None)
+    assert (reading.pack is None) == (has_chunks or is_scaled)

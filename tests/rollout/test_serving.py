@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -161,6 +162,22 @@ def test_defaults_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(serving, "gpu_memory", lambda: [(40_000, 80_000)])
     assert serving.default_arguments("m", []) == ["--gpu-memory-utilization", "0.47"]
+
+
+@pytest.mark.parametrize("is_scaled", [None, True, False])
+def test_a_server_scales_queries_as_the_folder_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_scaled: bool | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = {"model_type": "llama4_text", "attn_temperature_tuning": is_scaled}
+    if is_scaled is None:
+        del config["attn_temperature_tuning"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = serving.default_arguments(str(tmp_path), [])
+    place = arguments.index("--override-generation-config")
+    assert json.loads(arguments[place + 1]) == {
+        "attn_temperature_tuning": is_scaled is not False
+    }
 
 
 def test_what_would_fail_late_is_refused_first(tmp_path: Path) -> None:

@@ -23,10 +23,12 @@ from megaverl.sharding.model_spec import (
     MLASpec,
     ModelSpec,
     MoESpec,
+    QueryScaling,
 )
 from megaverl.sharding.weight import Split, Weight
 
 ROUTED = (
+    "Llama4ForCausalLM",
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -98,6 +100,7 @@ DEEPSEEK: dict[str, Any] = {
     "scoring_func": "sigmoid",
 }
 CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama4ForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
     "MixtralForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
     "Qwen3MoeForCausalLM": {
         "num_experts": 6,
@@ -194,6 +197,13 @@ GRANITE: dict[str, Any] = {
 }
 # What an architecture has beside Llama's layers.
 FIELDS: dict[str, dict[str, Any]] = {
+    "Llama4ForCausalLM": {
+        "rotary_pairs": True,
+        "layers_without_rope": tuple(layer % 2 == 1 for layer in range(64)),
+        "qk_l2_norm": True,
+        "query_scaling": QueryScaling(4.0, 0.5),
+        "attention_chunk": 8,
+    },
     "Qwen3ForCausalLM": {"qk_norm": True},
     "Qwen3MoeForCausalLM": {"qk_norm": True},
     "Glm4MoeForCausalLM": {"qk_norm": True},
@@ -297,6 +307,8 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
     if architecture in UNTIED:
         changes.pop("tie_embeddings", None)
     fields |= FIELDS.get(architecture, {}) | changes
+    if without_rope := fields.get("layers_without_rope"):
+        fields["layers_without_rope"] = without_rope[: fields["num_layers"]]  # type: ignore[index,misc]
     if architecture in WITH_DELTA_NET:
         fields.setdefault("delta_net", make_delta_net(int(fields["num_layers"])))  # type: ignore[call-overload]
     return ModelSpec(**fields)  # type: ignore[arg-type]
@@ -350,6 +362,16 @@ def make_experts(
             experts,
             num_dense_layers=num_dense_layers,
             shared_ffn_hidden_size=2 * ffn_hidden_size,
+        )
+    if keys.scales_input:
+        experts = replace(
+            experts,
+            experts_per_token=1,
+            normalize_weights=False,
+            interval=1 + min(num_dense_layers, 1),
+            shared_ffn_hidden_size=ffn_hidden_size,
+            router="sigmoid",
+            scales_input=True,
         )
     if keys.by_sigmoid:
         experts = replace(experts, router="sigmoid", router_bias=True)

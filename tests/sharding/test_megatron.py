@@ -302,10 +302,14 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
         transformer_engine=engine,
     )
     block, parts = "mlp", ("gate_proj", "up_proj", "down_proj")
+    is_llama4 = spec.architecture == "Llama4ForCausalLM"
     if spec.architecture in ("MixtralForCausalLM", "MiniMaxM2ForCausalLM"):
         block, parts = "block_sparse_moe", ("w1", "w3", "w2")
     elif spec.architecture == "GraniteMoeForCausalLM":
         block = "block_sparse_moe"
+    elif is_llama4:
+        block = "feed_forward"
+        ids |= _one_by_one(ids)
     starts = [0, *np.cumsum(split)]
     num_local = spec.moe.num_experts // shape.ep
     for rank in range(shape.world_size):
@@ -318,8 +322,8 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
         for chunk in range(shape.vpp or 1):
             stage = chunk * shape.pp + at.pp
             prefix = f"chunk{chunk}." if (shape.vpp or 1) > 1 else ""
-            for layer in range(
-                max(starts[stage], spec.moe.num_dense_layers), starts[stage + 1]
+            for layer in filter(
+                spec.moe.is_in, range(starts[stage], starts[stage + 1])
             ):
                 here = f"{prefix}decoder.layers.{layer - starts[stage]}.mlp."
                 there = f"model.layers.{layer}.{block}."
@@ -364,11 +368,11 @@ def test_experts_are_those_that_megatron_would_cut(case: tuple[Any, ...]) -> Non
                         tensors.pop(here + names[1])
                         == np.split(down, shape.expert_tp, axis=1)[at.etp]
                     ).all()
-                assert (
-                    tensors.pop(here + "router.weight") == ids[there + "gate.weight"]
-                ).all()
+                router = ids[there + ("router" if is_llama4 else "gate") + ".weight"]
+                assert (tensors.pop(here + "router.weight") == router).all()
                 if spec.moe.shared_ffn_hidden_size:
-                    name = "shared_expert" if spec.moe.shared_gate else "shared_experts"
+                    is_one = spec.moe.shared_gate or is_llama4
+                    name = "shared_expert" if is_one else "shared_experts"
                     shared = [ids[f"{there}{name}.{part}.weight"] for part in parts]
                     gate, up = (
                         np.split(array, shape.tp)[at.tp] for array in shared[:2]
@@ -423,6 +427,22 @@ def _pop_stacked_in_order(
         assert (tensors.pop(here + names[1]) == down).all()
     router = ids[f"{there}router.layer.weight"]
     assert (tensors.pop(f"{here}router.weight") == router).all()
+
+
+def _one_by_one(ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The matrices of Llama 4's experts, `[out, in]`, under the names that other models' files have."""
+    matrices = {}
+    for name, array in ids.items():
+        stem, _, kind = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            continue
+        parts = {"down_proj": ("down",), "gate_up_proj": ("gate", "up")}[kind]
+        for number, expert in enumerate(array):
+            for part, columns in zip(
+                parts, np.split(expert, len(parts), axis=1), strict=True
+            ):
+                matrices[f"{stem}.{number}.{part}_proj.weight"] = columns.T
+    return matrices
 
 
 def _pop_stacked(

@@ -22,6 +22,7 @@ from megaverl.sharding.model_spec import (
     MLASpec,
     ModelSpec,
     MoESpec,
+    QueryScaling,
     misfits,
     why_not_batch_invariant,
     why_not_in_vllm,
@@ -223,8 +224,8 @@ def test_the_installed_transformers_is_read_back() -> None:
             "'GPT2LMHeadModel' is not supported. `megaverl models` lists those that are",
         ),
         (
-            {"architectures": ["Llama4ForCausalLM"]},
-            "'Llama4ForCausalLM' is not supported by Megatron: megatron-core (0.16 to 0.19) has no attention within",
+            {"architectures": ["DeepseekV32ForCausalLM"]},
+            "'DeepseekV32ForCausalLM' is not supported by Megatron: megatron-core's sparse attention (0.16 to 0.19)",
         ),
         ({"architectures": None}, "None is not supported"),
         ({"architectures": []}, "None is not supported"),
@@ -449,6 +450,7 @@ QWEN3_NEXT = {
     "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 24,
 }
+LLAMA4 = {"architectures": ["Llama4ForCausalLM"], "no_rope_layers": [1, 0, 1]}
 HUNYUAN = {"architectures": ["HunYuanDenseV1ForCausalLM"], "head_dim": 16}
 INTERNLM3 = {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
 BAILING = {
@@ -712,6 +714,46 @@ def test_what_gated_delta_nets_rule_out() -> None:
     assert "carry a state" in why_rows_not_cut(found, 2)
     assert not why_rows_not_cut(found, 1)
     assert "in different chunks" in why_not_batch_invariant(found)
+
+
+def test_llama_4_as_its_folders_write_it() -> None:
+    """As the text part of meta-llama/Llama-4-Scout-17B-16E-Instruct, and of Maverick."""
+    rope = LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}
+    more = {
+        "intermediate_size": 96,
+        "intermediate_size_mlp": 192,
+        "num_local_experts": 16,
+        "max_position_embeddings": 1 << 20,
+        "num_hidden_layers": 4,
+        "no_rope_layers": [],
+        "rope_scaling": rope,
+    }
+    scout = spec(**LLAMA4 | more)
+    assert scout.layers_without_rope == (False, False, False, True)
+    assert scout.attention_chunk == 8192 and scout.qk_l2_norm and not scout.qk_norm
+    assert scout.query_scaling == QueryScaling(8192.0, 0.1)
+    assert scout.rope_scaling == rope and scout.rotary_pairs
+    assert scout.ffn_hidden_size == 192 and scout.routed_layers == (True,) * 4
+    assert scout.moe == MoESpec(
+        16,
+        1,
+        96,
+        normalize_weights=False,
+        shared_ffn_hidden_size=96,
+        router="sigmoid",
+        scales_input=True,
+    )
+    change = {"interleave_moe_layer_step": 2, "use_qk_norm": False}
+    maverick = spec(**LLAMA4 | more | change | {"rope_scaling": None})
+    assert not maverick.qk_l2_norm and maverick.rope_scaling is None
+    assert maverick.routed_layers == (False, True, False, True)
+    # What no position reaches changes nothing.
+    short = spec(
+        **LLAMA4 | more | {"max_position_embeddings": 8192, "floor_scale": 8193}
+    )
+    assert short.attention_chunk is None and short.query_scaling is None
+    dense = spec(**LLAMA4 | more | {"interleave_moe_layer_step": 5})
+    assert dense.moe is None and dense.routed_layers == (False,) * 4
 
 
 def test_hunyuan_as_its_folders_write_it() -> None:
@@ -1045,7 +1087,30 @@ def test_a_window_that_phi3_has_and_vllms_phi3_does_not() -> None:
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_type is 'dynamic'",
         ),
-        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "rope_type is llama3"),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}},
+            "high_freq_factor is below low_freq_factor",
+        ),
+        (LLAMA4 | {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; only 1"),
+        (LLAMA4 | {"moe_layers": [0]}, "vLLM (0.32) reads interleave_moe_layer_step=1"),
+        (
+            LLAMA4 | {"interleave_moe_layer_step": -1, "moe_layers": []},
+            "interleave_moe_layer_step is -1; expected a whole number above 0",
+        ),
+        (
+            LLAMA4 | {"attention_chunk_size": None},
+            "set it to max_position_embeddings=512 for full attention",
+        ),
+        (LLAMA4 | {"attention_chunk_size": 0}, "attention_chunk_size is 0"),
+        (
+            LLAMA4 | {"layer_types": ["chunked_attention"] * 3},
+            "vLLM (0.32) does not read it",
+        ),
+        (LLAMA4 | {"no_rope_layers": [1, 0, 2]}, "for each of 3 layers"),
+        (LLAMA4 | {"attention_bias": True}, "attention_bias is True; only False"),
+        (LLAMA4 | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        (LLAMA4 | {"floor_scale": 0}, "floor_scale is 0; expected a number above 0"),
+        (LLAMA4 | {"rope_scaling": YARN}, "only default, linear, llama3 are computed"),
         (
             {"rope_scaling": {"type": "yarn"}},
             'transformers cannot read it: KeyError: "Missing required keys',

@@ -199,7 +199,8 @@ def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             name = re.sub("^model", "backbone", name)
         stem, _, kind = name.rpartition(".")
         # Whose files stack them too.
-        if not stem.endswith(".experts") or model.config.model_type == "gpt_oss":
+        stacked_in_files = ("gpt_oss", "llama4_text")
+        if not stem.endswith(".experts") or model.config.model_type in stacked_in_files:
             yield name, weight.detach()
             continue
         for number, stacked in enumerate(weight.detach()):
@@ -258,7 +259,8 @@ def test_an_update_is_that_of_transformers_and_autograd(
 # for attention and MLP; norms after the rotary embedding; a bias on a router's softmax
 # scores; biases of queries, keys and values alone; partly rotated heads, groups of
 # experts and other names; gated delta nets and gates on attention's outputs; Mamba
-# layers, and layers of one part each; Mamba layers beside attention, with their scales.
+# layers, and layers of one part each; Mamba layers beside attention, with their scales; chunks,
+# scaled queries and scaled inputs of experts.
 SPECIAL: dict[str, list[dict[str, int]]] = {
     "Glm4ForCausalLM": [{"tp": 2}, {"cp": 2}],
     "Phi3ForCausalLM": [{"tp": 2}],
@@ -283,6 +285,13 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "NemotronHForCausalLM": [{"tp": 2}, {"pp": 2}],
     # Four ranks share two groups.
     "FalconH1ForCausalLM": [{"tp": 2}, {"pp": 2}, {"tp": 4}],
+    "Llama4ForCausalLM": [
+        {"tp": 2},
+        {"pp": 2},
+        {"cp": 2},
+        {"dp": 2, "ep": 2},
+        {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+    ],
 }
 
 
@@ -369,7 +378,8 @@ def test_conversations_that_share_turns_are_updated_on_as_if_each_were_alone(
         assert_right(made, expected, before, name)
 
 
-# Layers with a state, and how their updates are computed.
+# Layers with a state, and attention that depends on a token's position in its sample;
+# and how their updates are computed.
 STATES: dict[str, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
     "Qwen3NextForCausalLM": {
         "packed": ({}, {"activation_checkpointing": "full"}),
@@ -392,6 +402,16 @@ STATES: dict[str, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
         "recomputed": ({"dp": 2}, {"activation_checkpointing": "full"}),
         "shards": ({"dp": 2}, {"fsdp": {}}),
     },
+    "Llama4ForCausalLM": {
+        "one": ({}, {}),
+        "context": ({"cp": 2}, {}),
+        "context, padded": ({"cp": 2}, {"pack_samples": False}),
+        "virtual stages": ({"pp": 2, "vpp": 2}, {}),
+        "padded": ({}, {"pack_samples": False}),
+        "recomputed": ({"dp": 2}, {"activation_checkpointing": "full"}),
+        "parts recomputed": ({"tp": 2}, {"activation_checkpointing": "selective"}),
+        "shards": ({"dp": 2}, {"fsdp": {}}),
+    },
 }
 # No response ends at a multiple of Mamba layers' chunks. The second model has no norm
 # over the gated output.
@@ -409,7 +429,7 @@ STATE_SIZES: dict[str, dict[str, Any]] = {
 def test_samples_of_a_packed_row_start_without_a_state(
     launch: Launcher, tmp_path: Path, architecture: str
 ) -> None:
-    """For prompts and turns that samples share elsewhere: no state starts in the middle of another sample."""
+    """For prompts and turns that samples share: no state, chunk or factor continues that of another sample."""
     more = STATE_SIZES.get(architecture, {})
     folder = make_tiny_folder(
         tmp_path / "model", architecture, initializer_range=0.15, **more

@@ -166,6 +166,7 @@ def test_same_update_of_projections_that_files_hold_fused(
         ("Qwen3MoeForCausalLM", {"tp": 2}),
         ("GptOssForCausalLM", {"tp": 2, "etp": 1}),
         *((architecture, {"tp": 2}) for architecture in FUSED),
+        ("Llama4ForCausalLM", {"tp": 2}),
         # Models with a vision tower, which has no adapters.
         ("qwen3_vl", {"tp": 2}),
         ("qwen3_5", {"tp": 2}),

@@ -11,7 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.sharding.model_config import ATTENTION_BESIDE_MAMBA, MAMBA_LAYERS
+from megaverl.sharding.model_config import (
+    ATTENTION_BESIDE_MAMBA,
+    MAMBA_LAYERS,
+    WITH_CHUNKS,
+)
 from tests.launcher import Launcher
 from tests.sharding.specs import ALWAYS_TIED
 
@@ -62,6 +66,8 @@ MORE = {
     "GraniteMoeForCausalLM": {"attention_multiplier": 0.2},
     "Exaone4ForCausalLM": {"sliding_window": 6},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16},
+    # vLLM's chunks are multiples of a block of its cache.
+    "Llama4ForCausalLM": {"attention_chunk_size": 32, "floor_scale": 24},
     # Code that neither the trainer nor the engine may look for.
     "InternLM3ForCausalLM": {"auto_map": {"AutoConfig": "absent.InternLM3Config"}},
     "MiMoForCausalLM": {"auto_map": {"AutoConfig": "absent.MiMoConfig"}},
@@ -122,8 +128,8 @@ EXPERT_GRIDS: list[dict[str, int]] = [
     {"tp": 2, "ep": 2, "etp": 1},
 ]
 PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(8)]
-# With a common beginning that is longer than a block of vLLM's cache and than a chunk of
-# Mamba layers.
+# With a common beginning that is longer than a block of vLLM's cache, and than a chunk of
+# Mamba layers or of attention.
 LONG_PROMPTS = [
     [(7 * i * i + 3 * i + 1) % 140 + 5 for i in range(85 + number % 3)] + [number]
     for number in range(8)
@@ -183,8 +189,8 @@ def check(
     old, new = two_folders(path, architecture, dtype=dtype, **(config or {}))
     adapter = write_adapter(path / "adapter", old, new) if with_adapter else None
     exports = [path / f"exported{number}" for number in range(len(grids))]
-    with_mamba = (*MAMBA_LAYERS, *ATTENTION_BESIDE_MAMBA)
-    prompts = LONG_PROMPTS if architecture in with_mamba else PROMPTS
+    needs_long = (*MAMBA_LAYERS, *ATTENTION_BESIDE_MAMBA, *WITH_CHUNKS)
+    prompts = LONG_PROMPTS if architecture in needs_long else PROMPTS
     ranks = launch.world(
         num_ranks,
         "tests.workers.reshard_ranks:reshard_and_generate",
@@ -304,7 +310,8 @@ def test_further_parts_beside_experts(
     check(launch, tmp_path, architecture, EXPERT_GRIDS[:3], 2)
 
 
-@pytest.mark.parametrize("architecture", WITH_EXPERTS)
+# Llama 4's loader picks the experts of a rank out of an array of all.
+@pytest.mark.parametrize("architecture", (*WITH_EXPERTS, "Llama4ForCausalLM"))
 def test_an_engine_whose_ranks_hold_whole_experts(
     launch: Launcher, architecture: str, tmp_path: Path
 ) -> None:
@@ -343,6 +350,11 @@ def test_experts_that_files_hold_transposed_and_in_one_array(
         [{"tp": 2, "etp": 1}, {"pp": 2}, {"dp": 2, "ep": 2}],
         2,
     )
+
+
+def test_attention_within_chunks(launch: Launcher, tmp_path: Path) -> None:
+    """Llama 4: prompts of several chunks, queries scaled from the first of them on, and experts' scaled inputs."""
+    check(launch, tmp_path, "Llama4ForCausalLM", [*EXPERT_GRIDS, {"cp": 2}], 2)
 
 
 def test_four_ranks(launch: Launcher, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.models.layers import BiasedChoice
 from megaverl.models.router_replay import ReplayedRouter, counted
 from megaverl.models.tiny import make_tiny_folder
+from megaverl.sharding.model_spec import ModelSpec
 from tests.launcher import Launcher
 from tests.workers.ranks import told_expert
 from tests.workers.test_against_transformers import (
@@ -124,18 +125,28 @@ def test_an_update_with_told_experts_is_that_of_transformers_and_autograd(
         )
 
 
-def test_an_engine_says_which_experts_it_took(launch: Launcher, tmp_path: Path) -> None:
-    """Those of transformers' routers for the same tokens, of prompts and responses; the last token is never read."""
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
+def test_an_engine_says_which_experts_it_took(
+    launch: Launcher, tmp_path: Path, architecture: str
+) -> None:
+    """Those of transformers' routers for the same tokens, of prompts and responses; the last token is never read.
+
+    Llama 4 has dense layers as well, and sends a token to one expert.
+    """
     sizes = {
         "hidden_size": 128,
         "head_dim": 32,
         "num_hidden_layers": 3,
         "num_experts": 8,
         "num_local_experts": 8,
+        "attention_chunk_size": 32,
     }
     folder = make_tiny_folder(
-        tmp_path / "model", "Qwen3MoeForCausalLM", initializer_range=0.1, **sizes
+        tmp_path / "model", architecture, initializer_range=0.1, **sizes
     )
+    spec = ModelSpec.from_folder(folder)
+    assert spec.moe is not None
+    num_chosen = spec.moe.experts_per_token
     prompts = [[5, 6, 7], [5, 6, 7], list(range(40)), [9, 8], [3] * 20, [1, 2]]
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"
@@ -153,9 +164,10 @@ def test_an_engine_says_which_experts_it_took(launch: Launcher, tmp_path: Path) 
             torch.tensor([[*prompt, *tokens[:-1]]]), output_router_logits=True
         ).router_logits
         expected = torch.stack(
-            [each.topk(2).indices.sort().values for each in logits], dim=1
+            [each.topk(num_chosen).indices.sort().values for each in logits], dim=1
         )
-        assert torch.equal(torch.tensor(experts).sort().values, expected)
+        found = torch.tensor(experts)[:, torch.tensor(spec.routed_layers)]
+        assert torch.equal(found.sort().values, expected)
         seen |= set(expected.flatten().tolist())
     assert seen == set(range(8))
 

@@ -23,6 +23,7 @@ from megaverl.models.architectures.llama import (
     experts,
     shared_expert,
 )
+from megaverl.models.architectures.llama4 import LLAMA4
 from megaverl.models.architectures.nemotron_h import NEMOTRON_H
 from megaverl.models.architectures.qwen3_next import (
     QWEN3_5,
@@ -42,6 +43,7 @@ from megaverl.sharding.weight import Split, Weight
 
 LAYERS = {
     "LlamaForCausalLM": llama.LAYERS,
+    "Llama4ForCausalLM": LLAMA4,
     "Qwen2ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
     "Qwen3ForCausalLM": Layers(dense=ATTENTION + QK_NORMS + MLP),
     "MistralForCausalLM": llama.LAYERS,

@@ -159,14 +159,13 @@ def _templates_by_layer(
             for kind in set(spec.layer_kinds)
         }
         return [of_kind[kind] for kind in spec.layer_kinds]
-    num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
+    # A model with too few layers for experts has no sizes of them.
+    with_experts = () if spec.moe is None else layers.routed
     dense, routed, recurrent = (
         _templates(rules, sizes, spec)
-        for rules in (layers.dense, layers.routed, layers.recurrent)
+        for rules in (layers.dense, with_experts, layers.recurrent)
     )
-    chosen = [
-        dense if layer < num_dense else routed for layer in range(spec.num_layers)
-    ]
+    chosen = [routed if has_experts else dense for has_experts in spec.routed_layers]
     if spec.delta_net is None:
         return chosen
     return [

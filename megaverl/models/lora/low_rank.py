@@ -145,6 +145,7 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
 OF_EXPERTS = (
     ".mlp.",
     ".block_sparse_moe.",
+    ".feed_forward.",
     ".mixer.gate.",
     ".mixer.experts.",
     ".mixer.shared_experts.",
