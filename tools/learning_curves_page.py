@@ -255,6 +255,9 @@ def page(results: list[Result]) -> str:
             f"{len(results)} runs took {seconds / 60:.0f} minutes on one CPU core. To repeat them, use",
             "`tools/learning_curves.py run` until all are done, then `tools/learning_curves.py report`.",
             "",
+            "All of them train with Adam. `tools/bench_optimizers.py` trains GRPO from the same warm starts with",
+            "[Muon beside Adam](benchmarks.md#muon-beside-adam).",
+            "",
         ]
     )
 

@@ -108,6 +108,6 @@ def test_the_sections_of_the_page_leave_each_other_alone(tmp_path: Path) -> None
         "| games/calculator_tool | 1 | 10.0% | 90.0% | 80 | 20.0% | 100.0% | 1.5 |"
         in section(page)
     )
-    assert digits.endswith("then `tools/learning_curves.py report`.\n") and section(
+    assert digits.endswith("(benchmarks.md#muon-beside-adam).\n") and section(
         page
     ).startswith(f"\n{HEADING}")
