@@ -454,7 +454,11 @@ def test_a_field_that_vllm_misses_in_config_json_is_named(
         ),
         (
             2,
-            {"num_attention_heads": 9, "head_dim": 32, "num_key_value_heads": 3},
+            {
+                "hidden_size": 288,
+                "num_attention_heads": 9,
+                "num_key_value_heads": 3,
+            },
             "does not divide the model's 9 attention heads",
         ),
         (

@@ -53,9 +53,9 @@ def compare_with_rules(cases: list[dict[str, Any]]) -> list[list[str]]:
             mine, theirs = fill(traced.layout, ids), fill(rules(rank), ids)
             # vLLM computes Mamba's A as -exp of `A_log`, which arrives beside it.
             for name in traced.computed:
-                assert name.endswith("mixer.A") and theirs.pop(name) is not None
+                assert name.endswith(".A") and theirs.pop(name) is not None
                 # A view of the convolution's weight, which is compared itself.
-                del mine[name.replace("mixer.A", "mixer.conv_weights")]
+                del mine[f"{name.removesuffix('A')}conv_weights"]
             wrong += [
                 f"rank {rank}: {name}: only in one"
                 for name in sorted(mine.keys() ^ theirs.keys())

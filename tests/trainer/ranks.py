@@ -134,11 +134,14 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
 
     Returns: `metrics` by step; `weights`, a sum of each; bytes of `rows` of samples
     that came, and of `numbers` of all
-        samples; `held`, the samples that this rank had in the last step; `groups`, of how many ranks each is; `parts`
-        of a reshard in the background.
+        samples; `held`, the samples that this rank had in the last step; `groups`, of how many ranks each new one is;
+        `parts` of a reshard in the background.
     """
     config = configuration(arguments)
     console = Console(rank=dist.get_rank(), out=io.StringIO())
+    # Other tests may have made groups of these ranks.
+    of_group = dist.distributed_c10d._world.pg_group_ranks
+    before = set(of_group)
     trainer = Trainer(config, console, alone(config))
     state = trainer.run_state
     if whole:
@@ -165,7 +168,7 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
         "numbers": counted.numbers,
         "held": len(batch),
         "groups": [
-            len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()
+            len(ranks) for group, ranks in of_group.items() if group not in before
         ],
         "tokens": int(batch.response_lengths.sum()),
         "parts": trainer.roles.sync._resharder.num_parts,  # type: ignore[union-attr]
