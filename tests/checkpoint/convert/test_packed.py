@@ -20,7 +20,7 @@ from tests.checkpoint.convert.folders import converted, make_model
 # Layers that vLLM fuses, and that share NVFP4's scale of a whole matrix.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Groups of 64; the down-projection has rows for several slabs of eight rows.
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_heads": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
 METHODS = ["int4_g32", "int4_asym_g64", "mxfp8", "nvfp4"]
 
 
