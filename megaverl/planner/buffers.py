@@ -253,6 +253,18 @@ def _is_matrix(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and not name.endswith(_NOT_ORTHOGONALISED)
 
 
+_ROUTER_BIAS = "router.expert_bias"
+
+
+def router_bias_bytes(layout: Layout) -> int:
+    """Return the bytes of the routers' biases, which are in float32 and frozen (`models/layers.py`, `BiasedRouter`)."""
+    return 4 * sum(
+        whole(shape).numel
+        for name, shape in layout.local_shapes.items()
+        if name.endswith(_ROUTER_BIAS)
+    )
+
+
 @lru_cache(maxsize=4096)
 def parameters_of(
     layout: Layout, *, expert_parallel: bool, tied: bool
@@ -265,9 +277,8 @@ def parameters_of(
     """
     chunks: dict[str, list[Parameter]] = {}
     for name, shape in layout.local_shapes.items():
-        if name.endswith("router.expert_bias"):
-            # A router's bias is a module buffer without a gradient, so it is in no
-            # gradient buffer.
+        if name.endswith(_ROUTER_BIAS):
+            # It is frozen, so it is in no gradient buffer.
             continue
         chunk, _, rest = (
             name.partition(".") if name.startswith("chunk") else ("", "", name)

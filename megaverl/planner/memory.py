@@ -16,6 +16,7 @@ from megaverl.planner.buffers import (
     eight_bit_copies,
     linear_elements,
     parameters_of,
+    router_bias_bytes,
     trained_bytes,
 )
 from megaverl.planner.fsdp import gathered_bytes, shard_bytes, tensor_rank_weights
@@ -479,11 +480,13 @@ class MemoryModel:
             )
         replicas = role.grid.dp * role.grid.cp
         parameters = self._stage_parameters(name, stage)
+        layout = role.layout_of(role.grid.rank(pp=stage))
+        frozen = router_bias_bytes(layout)
         if adapters := role.adapters:
             head = ("score.weight",) if role.value_head else ()
-            parameters = adapters_of(
-                role.layout_of(role.grid.rank(pp=stage)), adapters, head
-            )
+            parameters = adapters_of(layout, adapters, head)
+            # Base weights, biases among them, are counted as a whole.
+            frozen = 0
         nbytes = trained_bytes(
             parameters,
             BufferOptions.read(
@@ -498,6 +501,7 @@ class MemoryModel:
             first_stage=stage == 0,
             tensor_parallel=role.grid.tp,
         )
+        nbytes = replace(nbytes, weights=nbytes.weights + frozen)
         if role.part == "replica":
             # The optimizer and the checkpoint are the global model's.
             return replace(

@@ -109,11 +109,8 @@ def trained(
         for chunk in trainable.chunks
         for b in (*chunk.buffers, *chunk.expert_parallel_buffers)
     ]
-    # The planner leaves out the biases of routers, which are few and never trained.
     weights = {
-        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
-        for p in model.held
-        if lora is not None or p.requires_grad
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.held
     }
     return {
         "weights": sum(weights.values()),

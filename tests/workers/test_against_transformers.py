@@ -346,13 +346,7 @@ def assert_right(
         moved = float((right - before.get(key, 0)).abs().max())
         wrong = float((weights[key] - right).abs().max())
         # float32 has 6e-8 at 1.
-        rounded = 2e-7 * max(1.0, float(right.abs().max()))
-        assert moved > 3e-7 and wrong < 2e-3 * moved + rounded, (
-            name,
-            key,
-            wrong,
-            moved,
-        )
+        assert moved > 3e-7 and wrong < 2e-3 * moved + 2e-7, (name, key, wrong, moved)
 
 
 @pytest.mark.parametrize(("options", "loss"), [(GRPO, grpo), (CRITIC, value_error)])
@@ -421,6 +415,8 @@ STATE_SIZES: dict[str, dict[str, Any]] = {
         "mamba_chunk_size": 7,
         "mamba_n_groups": 1,
         "mamba_rms_norm": False,
+        # Else the decays move by less than float32 tells apart.
+        "initializer_range": 0.3,
     },
 }
 
@@ -430,10 +426,8 @@ def test_samples_of_a_packed_row_start_without_a_state(
     launch: Launcher, tmp_path: Path, architecture: str
 ) -> None:
     """For prompts and turns that samples share: no state, chunk or factor continues that of another sample."""
-    more = STATE_SIZES.get(architecture, {})
-    folder = make_tiny_folder(
-        tmp_path / "model", architecture, initializer_range=0.15, **more
-    )
+    more = {"initializer_range": 0.15} | STATE_SIZES.get(architecture, {})
+    folder = make_tiny_folder(tmp_path / "model", architecture, **more)
     samples = {"same_prompts": 6, "branches": True}
     expected = by_transformers(folder, grpo, **samples)
     before = load_file(folder / "model.safetensors")
