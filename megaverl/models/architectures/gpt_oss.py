@@ -26,14 +26,12 @@ def stacked_experts(
     Args:
         number: 1 or 2, for Megatron's `linear_fc1` or `linear_fc2`.
     """
-    kind = "bias" if name.endswith("bias") else "weight"
-    return Rule(
+    return llama.expert_linear(
         f"mlp.experts.{name}",
         ("experts", *axes),
         split,
-        f"mlp.experts.local_experts.{{}}.linear_fc{number}.{kind}",
+        number,
         f"mlp.experts.routed_experts.{vllm}",
-        transformer_engine=f"mlp.experts.linear_fc{number}.{kind}{{}}",
     )
 
 

@@ -5,28 +5,10 @@
 """
 
 from megaverl.models.architectures import llama
-from megaverl.models.architectures.table import Layers, Rule
+from megaverl.models.architectures.table import Layers
 from megaverl.sharding.weight import Split
 
 BLOCK = "block_sparse_moe"
-
-
-def stacked_experts(
-    name: str, axes: tuple[str, ...], split: Split, number: int, vllm: str
-) -> Rule:
-    """Return the rule of an array that holds all experts of a layer.
-
-    Args:
-        number: 1 or 2, for Megatron's `linear_fc1` or `linear_fc2`.
-    """
-    return Rule(
-        f"{BLOCK}.{name}.weight",
-        ("experts", *axes),
-        split,
-        f"mlp.experts.local_experts.{{}}.linear_fc{number}.weight",
-        f"{BLOCK}.experts.routed_experts.{vllm}_weight",
-        transformer_engine=f"mlp.experts.linear_fc{number}.weight{{}}",
-    )
 
 
 EXPERTS = (
@@ -38,11 +20,19 @@ EXPERTS = (
         Split.REPLICATED,
         ("mlp.router", f"{BLOCK}.gate"),
     ),
-    stacked_experts(
-        "input_linear", ("gate_up", "hidden"), Split.STACKED_GATE_UP, 1, "w13"
+    llama.expert_linear(
+        f"{BLOCK}.input_linear.weight",
+        ("experts", "gate_up", "hidden"),
+        Split.STACKED_GATE_UP,
+        1,
+        f"{BLOCK}.experts.routed_experts.w13_weight",
     ),
-    stacked_experts(
-        "output_linear", ("hidden", "expert_ffn"), Split.STACKED_ROW, 2, "w2"
+    llama.expert_linear(
+        f"{BLOCK}.output_linear.weight",
+        ("experts", "hidden", "expert_ffn"),
+        Split.STACKED_ROW,
+        2,
+        f"{BLOCK}.experts.routed_experts.w2_weight",
     ),
 )
 GRANITE_MOE = Layers(routed=llama.ATTENTION + EXPERTS)

@@ -204,6 +204,27 @@ FINAL_NORM_WITH_BIAS = (
 )
 
 
+def expert_linear(
+    name: str, axes: tuple[str, ...], split: Split, number: int, vllm: str
+) -> Rule:
+    """Return the rule of a linear layer of routed experts: of one expert, or an array of all.
+
+    Args:
+        name: name in the files. For one expert it contains `{}` in place of the expert's number.
+        number: 1 or 2, for Megatron's `linear_fc1` or `linear_fc2`.
+        vllm: name of vLLM's parameter, which holds all experts.
+    """
+    kind = "bias" if name.endswith("bias") else "weight"
+    return Rule(
+        name,
+        axes,
+        split,
+        f"mlp.experts.local_experts.{{}}.linear_fc{number}.{kind}",
+        vllm,
+        transformer_engine=f"mlp.experts.linear_fc{number}.{kind}{{}}",
+    )
+
+
 def experts(
     block: str = "mlp",
     gate: str = "gate_proj",
@@ -233,15 +254,14 @@ def experts(
         norm("post_attention_layernorm", "pre_mlp_layernorm"),
         router,
         *(
-            Rule(
+            expert_linear(
                 f"{block}.experts.{{}}.{name}.weight",
                 ("hidden", "expert_ffn")
                 if split is Split.ROW
                 else ("expert_ffn", "hidden"),
                 split,
-                f"mlp.experts.local_experts.{{}}.linear_fc{number}.weight",
+                number,
                 f"{block}.experts.routed_experts.{fused}_weight",
-                transformer_engine=f"mlp.experts.linear_fc{number}.weight{{}}",
             )
             for name, split, number, fused in parts
         ),

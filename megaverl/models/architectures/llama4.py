@@ -6,7 +6,7 @@ up columns]`, `down_proj` `[experts, expert ffn, hidden]`. Megatron and vLLM sto
 """
 
 from megaverl.models.architectures import llama
-from megaverl.models.architectures.table import Layers, Rule
+from megaverl.models.architectures.table import Layers
 from megaverl.sharding.weight import Split
 
 BLOCK = "feed_forward"
@@ -24,24 +24,6 @@ MLP = (
 )
 
 
-def stacked_experts(
-    name: str, axes: tuple[str, ...], split: Split, number: int, vllm: str
-) -> Rule:
-    """Return the rule of an array that holds all experts of a layer.
-
-    Args:
-        number: 1 or 2, for Megatron's `linear_fc1` or `linear_fc2`.
-    """
-    return Rule(
-        f"{BLOCK}.experts.{name}",
-        ("experts", *axes),
-        split,
-        f"mlp.experts.local_experts.{{}}.linear_fc{number}.weight",
-        f"{BLOCK}.experts.routed_experts.{vllm}_weight",
-        transformer_engine=f"mlp.experts.linear_fc{number}.weight{{}}",
-    )
-
-
 EXPERTS = (
     # Transformer Engine fuses this norm only into a linear layer that follows it.
     llama.norm("post_attention_layernorm", "pre_mlp_layernorm"),
@@ -51,10 +33,20 @@ EXPERTS = (
         Split.REPLICATED,
         ("mlp.router", f"{BLOCK}.router"),
     ),
-    stacked_experts(
-        "gate_up_proj", ("hidden", "gate_up"), Split.STACKED_OUT_GATE_UP, 1, "w13"
+    llama.expert_linear(
+        f"{BLOCK}.experts.gate_up_proj",
+        ("experts", "hidden", "gate_up"),
+        Split.STACKED_OUT_GATE_UP,
+        1,
+        f"{BLOCK}.experts.routed_experts.w13_weight",
     ),
-    stacked_experts("down_proj", ("expert_ffn", "hidden"), Split.STACKED_IN, 2, "w2"),
+    llama.expert_linear(
+        f"{BLOCK}.experts.down_proj",
+        ("experts", "expert_ffn", "hidden"),
+        Split.STACKED_IN,
+        2,
+        f"{BLOCK}.experts.routed_experts.w2_weight",
+    ),
     *llama.shared_expert(f"{BLOCK}.shared_expert"),
 )
 LLAMA4 = Layers(dense=llama.ATTENTION + MLP, routed=llama.ATTENTION + EXPERTS)

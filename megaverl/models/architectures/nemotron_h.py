@@ -88,13 +88,12 @@ EXPERTS = (
     ),
     *router_bias("mixer.gate.e_score_correction_bias"),
     *(
-        Rule(
+        llama.expert_linear(
             f"mixer.experts.{{}}.{name}.weight",
             axes,
             split,
-            f"mlp.experts.local_experts.{{}}.linear_fc{number}.weight",
+            number,
             f"mixer.experts.routed_experts.{fused}_weight",
-            transformer_engine=f"mlp.experts.linear_fc{number}.weight{{}}",
         )
         for name, axes, split, number, fused in (
             ("up_proj", ("expert_ffn", "hidden"), Split.COLUMN, 1, "w13"),
