@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 COLUMN = "images"
 # Formats that PIL decodes without an external program.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# `model_type` of the models that take images.
 FAMILIES = (
     "qwen2_vl",
     "qwen2_5_vl",

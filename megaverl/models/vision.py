@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from megaverl.data.images import FAMILIES
 from megaverl.distributed.shared_item import SharedItem
 from megaverl.errors import ModelError
 from megaverl.platform import to_device
@@ -18,14 +19,6 @@ from megaverl.sharding.draft_head import head_method
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-FAMILIES = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-)
 # Replaces image tokens that a response has sampled: any ordinary token of the
 # vocabulary will do.
 NO_IMAGE = 0
