@@ -238,7 +238,8 @@ class LoraConfig(Section):
     """Dropout on the input of an adapter during training (peft's lora_dropout)."""
     targets: str | list[str] = Field(default="all-linear", min_length=1)
     """Layers that get an adapter (peft's target_modules): Hugging Face module names or their endings, such as q_proj;
-    all-linear; or a regular expression for whole names. In a mixture of experts only attention can have adapters."""
+    all-linear; or a regular expression for whole names. In a mixture of experts only attention and layers with
+    a state can have adapters."""
     path: Text | None = None
     """Folder of a peft adapter to start from. null: new adapters."""
 

@@ -15,6 +15,7 @@ from megaverl.models.architectures import weights_of
 from megaverl.models.lora import (
     factor_weights,
     low_ranks,
+    trained_factors,
     with_landed_factors,
     with_trained_factors,
 )
@@ -137,6 +138,21 @@ def test_merged_into_parts_that_an_engine_holds_twice_or_apart() -> None:
         }
         for name, expected in cut(layout, merged).items():
             torch.testing.assert_close(landed[name], expected)
+
+
+def test_parts_of_a_weight_that_are_no_whole_rows_have_no_adapter() -> None:
+    weight = Weight(
+        "model.layers.0.in_proj.weight", (6, 4), Split.REPLICATED, 0, "", None
+    )
+    adapters = low_ranks([weight], "all-linear", RANK, "actor.lora")
+    shape = weight.shape
+    pieces = tuple(
+        Piece(weight.name, cut_box(shape, 1, n, n + 1), "in_proj.weight", place)
+        for n, place in ((0, cut_box((6, 2), 1, 0, 1)), (3, cut_box((6, 2), 1, 1, 2)))
+    )
+    held = Layout(pieces, {"in_proj.weight": (6, 2)}, {weight.name: shape})
+    with pytest.raises(ModelError, match="parts of it that are not whole rows"):
+        trained_factors(held, adapters)
 
 
 def test_sixteen_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,8 +74,9 @@ def low_ranks(
     Args:
         targets: peft's `target_modules`: names of modules or their last parts (`q_proj`), or one string: `all-linear`
             (every linear layer but the output layer), or a regular expression for whole names. In a model with routed
-            experts only attention can have adapters: peft (0.21, `utils/transformers_weight_conversion.py`) applies
-            gate_proj, up_proj and down_proj to the routed experts, even if a shared expert is meant.
+            experts only attention and layers with a state can have adapters: peft (0.21,
+            `utils/transformers_weight_conversion.py`) applies gate_proj, up_proj and down_proj to the routed experts,
+            even if a shared expert is meant.
         key: setting to name in messages.
 
     Raises:
@@ -103,7 +104,7 @@ def low_ranks(
         raise ModelError(
             f"{key}.targets: {wrong}: this model has no linear layer of that name that can have an adapter. "
             f"Choose from {', '.join(names)}, or {ALL_LINEAR}. (Embeddings and the output layer cannot have adapters; "
-            "in a model with routed experts only attention can.)"
+            "in a model with routed experts only attention and layers with a state can.)"
         )
     widest = min(min(weight.shape) for weight in chosen.values())
     if rank > widest:
@@ -261,14 +262,23 @@ def trained_factors(layout: Layout, adapters: Mapping[str, LowRank]) -> Layout:
 
     A rank with a part of a layer has A of all the layer's projections, because
     tensor-parallel ranks compute A x together.
+
+    Raises:
+        ModelError: the parts of a weight on the rank have different columns.
     """
-    return _factor_layout(
-        _HeldFactors(
-            adapter, layout.by_tensor.get(name, []), *adapter_names(adapter, local)
-        )
-        for name, adapter in adapters.items()
-        if (local := parameter_beside(adapter, layout)) is not None
-    )
+    held = []
+    for name, adapter in adapters.items():
+        local = parameter_beside(adapter, layout)
+        if local is None:
+            continue
+        pieces = layout.by_tensor.get(name, [])
+        rows, columns = held_rows(pieces), held_columns(adapter.weight, pieces)
+        if rows.number * len(columns) != sum(piece.box.numel for piece in pieces):
+            raise ModelError(
+                f"{name}: a rank holds parts of it that are not whole rows: no adapter fits."
+            )
+        held.append(_HeldFactors(adapter, pieces, *adapter_names(adapter, local)))
+    return _factor_layout(held)
 
 
 def landed_factors(layout: Layout, adapters: Mapping[str, LowRank]) -> Layout:
