@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.grid import GridShape
@@ -55,6 +56,23 @@ def load(
     )
     model.load(folder)
     return model
+
+
+def embeddings(folder: str, tokens: list[int]) -> tuple[Any, Any]:
+    """What enters the first layer in bfloat16, [tokens, hidden], here and in transformers."""
+    chunk = load(folder, dtype=torch.bfloat16).chunks[0]
+    positions = torch.arange(len(tokens))[None]
+    ours = chunk.embedding(torch.tensor([tokens]), positions)[:, 0]
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    entered: list[torch.Tensor] = []
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered.append(args[0] if args else kwargs["hidden_states"])
+
+    theirs.model.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        theirs(torch.tensor([tokens]))
+    return ours.tolist(), entered[0][0].tolist()
 
 
 def operators_of_a_gated_mlp(folder: str) -> list[str]:

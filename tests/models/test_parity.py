@@ -268,3 +268,23 @@ def test_several_ranks_share_a_key_value_head(
         expected = reference_logits(folder)
         assert_parity(launch, folder, expected, sizes)
         assert_parity(launch, folder, expected, sizes, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("GemmaForCausalLM", {}),
+        ("Gemma3ForCausalLM", {}),
+        ("GraniteForCausalLM", {"embedding_multiplier": 5.6569}),
+        ("FalconH1ForCausalLM", {"embedding_multiplier": 5.6569}),
+    ],
+)
+def test_embeddings_are_scaled_as_in_transformers(
+    launch: Launcher, tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    """To the bit in bfloat16: Gemma rounds the factor first, the others do not."""
+    folder = make_tiny_folder(tmp_path, architecture, **changes)
+    [(ours, theirs)] = launch.world(
+        1, "tests.models.ranks:embeddings", folder=folder, tokens=list(range(3, 40))
+    )
+    assert ours == theirs
