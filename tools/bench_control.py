@@ -3,7 +3,7 @@
 
 The tables of docs/scaling.md:
 
-    python tools/bench_control.py                          # up to 1,024 processes: 6 GB of memory, some minutes
+    python tools/bench_control.py                          # up to 1,024 processes: 6 GB of memory, over ten minutes
     python tools/bench_control.py --ranks 8,64,256         # a minute
     python tools/bench_control.py --only sockets           # seconds
 
