@@ -46,7 +46,8 @@ from megaverl.controller.references import PendingCall
 from megaverl.controller.relay import Relay
 from megaverl.controller.serving import run_blocking, serve
 from megaverl.controller.status_board import StatusBoard
-from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
+from megaverl.controller.zmq_transport import ZmqController, ZmqRank
+from megaverl.distributed.curve_sockets import Address
 from megaverl.processes import raise_open_files
 
 CALLS = ("generate", "score", "log_probs", "update", "load")

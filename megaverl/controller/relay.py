@@ -21,8 +21,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from megaverl.controller.messages import End, encode
-from megaverl.controller.zmq_transport import (
-    HELLO,
+from megaverl.controller.zmq_transport import HELLO
+from megaverl.distributed.curve_sockets import (
     RANK_BYTES,
     Address,
     OneKey,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from megaverl.controller.zmq_transport import Address, ZmqController
+from megaverl.controller.zmq_transport import ZmqController
+from megaverl.distributed.curve_sockets import Address
 
 T = TypeVar("T")
 

@@ -15,9 +15,10 @@ from megaverl.controller.relay import Relay
 from megaverl.controller.serving import Served, run_blocking, serve
 from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.thread import ControllerThread
-from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
+from megaverl.controller.zmq_transport import ZmqController, ZmqRank
 from megaverl.dataflow.value_mover import ValueMover
 from megaverl.distributed.collectives import broadcast_json, reduce_json
+from megaverl.distributed.curve_sockets import Address
 from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.placement import ResolvedPlacement

@@ -21,8 +21,9 @@ from megaverl.controller.references import PendingCall, Ref
 from megaverl.controller.serving import run_blocking, serve
 from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.thread import ControllerThread
-from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
+from megaverl.controller.zmq_transport import ZmqController, ZmqRank
 from megaverl.dataflow import program_runner
+from megaverl.distributed.curve_sockets import Address
 from megaverl.distributed.placement import Node, ResolvedPlacement, RoleGroup
 from tests.controller.every_rank import EveryRank
 

@@ -9,7 +9,8 @@ import zmq
 
 from megaverl.controller.serving import run_blocking
 from megaverl.controller.status_board import StatusBoard
-from megaverl.controller.zmq_transport import Address, ZmqController, ZmqRank
+from megaverl.controller.zmq_transport import ZmqController, ZmqRank
+from megaverl.distributed.curve_sockets import Address
 from megaverl.errors import TrainingStopped
 from tests.launcher import Launcher
 
