@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
-import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
@@ -73,12 +72,9 @@ class ZmqController:
 
     def __init__(self, host: str, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._context = zmq.asyncio.Context()
-        # A plain context on the same sockets: its thread answers handshakes while the
-        # program computes.
-        self._authenticator = ThreadAuthenticator(
-            zmq.Context.shadow(self._context.underlying)
-        )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Its thread answers handshakes while the program computes.
+        self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         client_keys = zmq.curve_keypair()
         self._authenticator.configure_curve_callback(
@@ -91,7 +87,8 @@ class ZmqController:
         self._routes: dict[int, bytes] = {}
         self._lost: set[int] = set()
         self._all_joined = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._is_reading_soon = False
+        self._probing: asyncio.Task[None] | None = None
 
     async def join(self, timeout: float) -> None:
         """Wait until every rank has connected.
@@ -99,7 +96,8 @@ class ZmqController:
         Raises:
             TrainingStopped: some did not in time; the message names them.
         """
-        self._tasks.append(asyncio.ensure_future(self._read()))
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+        self._read_soon()
         try:
             await asyncio.wait_for(self._all_joined.wait(), timeout)
         except TimeoutError as error:
@@ -112,7 +110,7 @@ class ZmqController:
             ) from error
         # Probing starts only now: an empty message to a rank that has not joined yet
         # would count as a loss.
-        self._tasks.append(asyncio.ensure_future(self._probe()))
+        self._probing = asyncio.ensure_future(self._probe())
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
         """Send one message to several ranks, without blocking. A relay receives it once for all of its ranks."""
@@ -126,15 +124,11 @@ class ZmqController:
                 if len(peer) == RANK_BYTES
                 else [peer, pack_ranks(relayed), message]
             )
-            # The send is tried at once, and the future is done unless the socket is
-            # full, which it never is here. A plain socket would do, but could swallow
-            # the event that wakes up the reader of this one.
-            sent: Any = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
-            error = sent.exception() if sent.done() else None
-            if isinstance(error, zmq.ZMQError) and error.errno in (
-                zmq.EHOSTUNREACH,
-                zmq.EAGAIN,
-            ):
+            try:
+                self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
                 # The first rank of a node is the host of its relay, so it is noted
                 # first as the cause.
                 self._note_lost(
@@ -142,8 +136,7 @@ class ZmqController:
                         rank for rank, route in self._routes.items() if route == peer
                     )
                 )
-            elif error is not None:
-                raise error
+        self._read_soon()
 
     async def receive(self) -> Received | Lost:
         """Wait for the next message or loss."""
@@ -151,9 +144,10 @@ class ZmqController:
 
     async def close(self) -> None:
         """Close the socket; messages on their way are delivered for up to two seconds."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        asyncio.get_running_loop().remove_reader(self._socket)
         self._authenticator.stop()
         self._socket.close()
         # Waits for the linger time of sockets at most.
@@ -167,9 +161,23 @@ class ZmqController:
                     Lost(rank, "its process ended, or its node is not reachable")
                 )
 
-    async def _read(self) -> None:
-        while True:
-            peer, *frames = await self._socket.recv_multipart()
+    def _read_soon(self) -> None:
+        """Read in the loop's next turn: the socket's descriptor wakes up the loop only once for what arrives.
+
+        A send takes such an event as well.
+        """
+        if not self._is_reading_soon:
+            self._is_reading_soon = True
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _read(self) -> None:
+        """Take all messages that have arrived."""
+        self._is_reading_soon = False
+        while not self._socket.closed:
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
             if len(peer) == RANK_BYTES and len(frames) == 1:
                 self._take(peer, unpack_ranks(peer)[0], frames[0])
             elif len(peer) != RANK_BYTES and len(frames) == 2:
