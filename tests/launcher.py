@@ -1,7 +1,7 @@
 """Real ranks for tests, in three ways, by the fixture `launch`:
 
     results = launch.world(4, "tests.distributed.group_ranks:gather", value=2)   # in a gloo process group, kept
-    ended = launch.ranks(4, "tests.distributed.liveness_ranks:lost", rank=2)         # new ones, until all have ended
+    ended = launch.ranks(4, "tests.controller.connection_ranks:lost", rank=2)         # new ones, until all have ended
     ended = launch.command(["train", ...], ranks=2, logs=folder)                 # the same for the real command
 
 A function is imported by name in every rank and called with the keyword arguments; what

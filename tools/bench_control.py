@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Cost of agreements, heartbeats and process groups for a rank, by the number of ranks: real processes over gloo.
+"""Cost of agreements and process groups for a rank, by the number of ranks: real processes over gloo.
 
 The tables of docs/scaling.md:
 
@@ -52,8 +52,6 @@ from torch.distributed import distributed_c10d
 
 from megaverl.distributed import job_context
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json
-from megaverl.distributed.heartbeat import RankWatch
-from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.messages import HostMessages
 from megaverl.distributed.placement import Node, ResolvedPlacement, RoleGroup
 from megaverl.distributed.store import keep_store
@@ -61,7 +59,7 @@ from megaverl.processes import raise_open_files
 
 PATIENCE = timedelta(minutes=10)
 SUMS = {f"actor/metric_{number}": [512.0, 0.1 + number, 1 / 3] for number in range(20)}
-ROUNDS, REST = 10, 5.0  # agreements that are measured; seconds at rest
+ROUNDS = 10  # agreements that are measured
 SIDES = ("mesh", "tree")
 MESH_AT_MOST = 256  # ranks: of 1,024, all would hold a million sockets
 COLUMNS = {
@@ -94,7 +92,7 @@ def main() -> int:
             size: measure(size, do_rank) for size in map(int, options.ranks.split(","))
         }
         print(
-            "\n".join([*agreement_table(measured), "", *rest_table(measured), ""]),
+            "\n".join([*agreement_table(measured), ""]),
             flush=True,
         )
     if options.only != "control":
@@ -140,22 +138,6 @@ def short(number: float) -> str:
 
 def sides_of(size: int) -> Sequence[str]:
     return SIDES if size <= MESH_AT_MOST else SIDES[1:]
-
-
-def rest_table(measured: dict[int, Ranks]) -> list[str]:
-    """Return the table of the cost of one second in which ranks only send heartbeats."""
-    lines = [
-        "| ranks | store requests a second: a rank, the first, the keeper | processor ms a second: a rank, the first |"
-    ]
-    lines.append("| --- | --- | --- |")
-    for size, ranks in measured.items():
-        requests = [rank["rest"]["requests"] for rank in ranks]
-        seconds = [rank["rest"]["processor_ms"] for rank in ranks]
-        lines.append(
-            f"| {size:,} | {statistics.median(requests):.2g}, {requests[0]:.2g}, {short(sum(requests))} | "
-            f"{statistics.median(seconds):.2g}, {short(seconds[0])} |"
-        )
-    return lines
 
 
 def socket_table(measured: dict[int, Ranks]) -> list[str]:
@@ -205,7 +187,7 @@ def measure(size: int, function: Callable[..., None]) -> Ranks:
 
 
 def do_rank(rank: int, size: int, port: int, result: Connection) -> None:
-    """Measure agreements and heartbeats as one rank."""
+    """Measure agreements as one rank."""
     store = dist.TCPStore(
         "127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False
     )
@@ -213,11 +195,7 @@ def do_rank(rank: int, size: int, port: int, result: Connection) -> None:
         side: do_side(side, dist.PrefixStore(side, store), rank, size)
         for side in sides_of(size)
     }
-    costs["rest"] = at_rest(store, rank, size)
     result.send_bytes(json.dumps(costs).encode())
-    store.add("done", 1)
-    while store.add("done", 0) < size:  # others look for the first rank's beat
-        time.sleep(0.5)
 
 
 # What a job looks like: whether roles have ranks of their own, whether devices speak by
@@ -491,24 +469,6 @@ class CountedMessages(HostMessages):
         parts = super().receive(source, name, timeout)
         self._traffic.add(0, sum(part.nbytes for part in parts))
         return parts
-
-
-def at_rest(store: dist.Store, rank: int, size: int) -> dict[str, float]:
-    """Return the cost of one second of a rank that only sends heartbeats."""
-    traffic = Traffic()
-    liveness = Liveness(
-        CountedStore(store, traffic),
-        rank,
-        size,
-        coordinator=0,
-        watch=RankWatch(stalled_after=3600.0),
-    )
-    begun, requests, seconds = time.monotonic(), traffic.messages, time.process_time()
-    time.sleep(REST)
-    requests, seconds = traffic.messages - requests, time.process_time() - seconds
-    wall = time.monotonic() - begun
-    liveness.leave()
-    return {"requests": requests / wall, "processor_ms": seconds / wall * 1e3}
 
 
 def num_sockets() -> int:

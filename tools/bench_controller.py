@@ -8,7 +8,8 @@ Every rank is a `ZmqRank` with its side thread and its serving thread; they shar
 interpreters do not fit on a laptop. A step is five calls (generate, score, log_probs, update, load) that compute
 nothing, so what is printed is the control's own time. A decision is a question of one rank, in a call that all ranks
 are in, and the program's answer to all of them. "direct": every rank connects to the controller. "relay": a relay for
-each node of eight ranks. All ends share this machine's cores; processor time is that of the controller's process.
+each node of eight ranks. All ends share this machine's cores; processor time is that of the controller's process, for
+a step, and for a second in which it only watches the ranks.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.messages import (
     CallRequest,
+    Left,
     PlainArgument,
     Reply,
     RowTransfer,
@@ -48,10 +50,13 @@ from megaverl.controller.serving import run_blocking, serve
 from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.zmq_transport import ZmqController, ZmqRank
 from megaverl.distributed.curve_sockets import Address
+from megaverl.distributed.heartbeat import RankWatch
+from megaverl.distributed.rank_observer import RankObserver
 from megaverl.processes import raise_open_files
 
 CALLS = ("generate", "score", "log_probs", "update", "load")
 RANKS_PER_NODE = 8
+REST = 5.0  # seconds in which the ranks are only watched
 JOIN_SECONDS = 120.0
 
 
@@ -123,7 +128,7 @@ def serve_ranks(address: Address, ranks: Sequence[int], relays: bool) -> None:
 def _serve_one(
     address: Address, rank: int, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    board, dialogue = StatusBoard(), Dialogue()
+    board, dialogue = StatusBoard(observe=RankObserver().observe), Dialogue()
     with ZmqRank(address, rank, board, context=context) as transport:
         run_blocking(
             serve(
@@ -135,6 +140,7 @@ def _serve_one(
                 dialogue=dialogue,
             )
         )
+        transport.send(encode(Left()))
 
 
 @dataclass(frozen=True)
@@ -146,12 +152,14 @@ class Measured:
         processor: processor time of the controller's process for a step.
         sockets: open connections of the controller's process.
         decision: median of the milliseconds between two questions of a call.
+        watching: processor time of the controller's process for a second without calls, in milliseconds.
     """
 
     milliseconds: float
     processor: float
     sockets: int
     decision: float
+    watching: float
 
 
 async def measure(num_ranks: int, calls: int, relays: bool) -> Measured:
@@ -170,11 +178,14 @@ async def measure(num_ranks: int, calls: int, relays: bool) -> Measured:
         process.start()
         processes.append(process)
     await transport.join(JOIN_SECONDS)
-    controller = Controller(transport, num_ranks)
+    watch = RankWatch(stalled_after=3600.0)
+    controller = Controller(transport, num_ranks, watch=watch)
+    controller.start()
     group = Group("all", range(num_ranks), controller)
     try:
         return await controller.run(_steps(group, max(calls // len(CALLS), 5)))
     finally:
+        await controller.close()
         await transport.close()
         for process in processes:
             await asyncio.to_thread(process.join)
@@ -198,8 +209,15 @@ async def _steps(group: Group, steps: int) -> Measured:
         seconds.append(time.perf_counter() - start)
     processor = (time.process_time() - processor) / steps
     decision = statistics.median(await _time_decisions(group, steps))
+    watching = time.process_time()
+    await asyncio.sleep(REST)
+    watching = (time.process_time() - watching) / REST
     return Measured(
-        statistics.median(seconds) * 1e3, processor * 1e3, sockets, decision * 1e3
+        statistics.median(seconds) * 1e3,
+        processor * 1e3,
+        sockets,
+        decision * 1e3,
+        watching * 1e3,
     )
 
 
@@ -235,7 +253,8 @@ def main() -> None:
         f"a call is {sizes[0]} bytes to a rank, its reply {sizes[1]}; a step is {len(CALLS)} calls"
     )
     print(
-        f"{'ranks':>6} {'way':>7} {'ms a step':>10} {'processor ms':>13} {'connections':>12} {'ms a decision':>14}"
+        f"{'ranks':>6} {'way':>7} {'ms a step':>10} {'processor ms':>13} {'connections':>12} {'ms a decision':>14} "
+        f"{'watching, ms/s':>15}"
     )
     for num_ranks in map(int, options.ranks.split(",")):
         for relays in (False, True):
@@ -245,7 +264,7 @@ def main() -> None:
             route = "relay" if relays else "direct"
             print(
                 f"{num_ranks:6} {route:>7} {cost.milliseconds:10.2f} {cost.processor:13.2f} {cost.sockets:12} "
-                f"{cost.decision:14.2f}",
+                f"{cost.decision:14.2f} {cost.watching:15.2f}",
                 flush=True,
             )
 

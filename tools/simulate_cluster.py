@@ -6,7 +6,7 @@
 
 Ranks are threads of a few processes; rank 0, the coordinator and the rank that a fault hits have a process each. They
 call the functions of a real run: `introduce` and `resolve`, gloo whose connections open on first use, `reduce_json`,
-`make_plans` with `agree_on_dtypes`, `Committer` with `prepare_folder` and `commit`, `Liveness`. Counted
+`make_plans` with `agree_on_dtypes`, `Committer` with `prepare_folder` and `commit`, `ControllerConnection`. Counted
 messages are requests to the store and messages of the group; bytes are those sent and received in both. Not counted are
 the connections that roles on ranks of their own open at the start (each rank to all), and the messages with which
 torch's checkpointing plans a save (each rank's plan to the one that commits, and back).
@@ -16,7 +16,7 @@ as if a node or a link were gone. `slow`: it works while the others wait. `flapp
 time for half of the time after which it would count as lost; no rank may be named. `first`: rank 0 is killed, and with
 it the store that it keeps.
 
-A heartbeat comes each second; with N > 256 ranks, which share this machine's cores, every N / 256 seconds.
+The controller asks all ranks each second; N > 256 ranks every N / 256 seconds.
 """
 
 from __future__ import annotations
@@ -60,10 +60,14 @@ from megaverl.checkpoint import (
     write_bytes,
 )
 from megaverl.checkpoint.commit import Committer, commit, prepare_folder
+from megaverl.controller import connection as connections
+from megaverl.controller import thread as threads
+from megaverl.controller.connection import ControllerConnection
+from megaverl.controller.core import CallTimeouts
+from megaverl.controller.zmq_transport import ZmqController, ZmqRank
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json
 from megaverl.distributed.heartbeat import RankWatch
 from megaverl.distributed.job_context import JobContext
-from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
@@ -85,6 +89,7 @@ from tools.bench_control import (
 HOST, PATIENCE = "127.0.0.1", timedelta(minutes=5)
 PER_NODE, PER_PROCESS = 8, 64
 LARGE = 16384
+ANSWER_BYTES = 300  # of a heartbeat
 SECTIONS = {"actor": {"tp": 8, "pp": 8}, "trainer": {"steps": 100}}
 ITEMS = 20  # of a checkpoint, that a rank writes
 PHASES = {
@@ -92,9 +97,9 @@ PHASES = {
     "plan": "a weight plan's agreements, once",
     "agreement": "an agreement on 20 sums",
     "save": "a checkpoint's agreements and commit",
-    "rest": "a second of liveness",
+    "rest": "a second of the watch",
 }
-# Ranks that begin a step each second, so that two cores have time for the heartbeats.
+# Ranks that begin a step each second, so that two cores have time for the watch.
 PACE = 100
 PLANNER = threading.Lock()  # it is made for one thread
 FAULTS = ("lost", "silent", "slow", "flapping", "first")
@@ -107,7 +112,7 @@ class Setup(NamedTuple):
     port: int
     folder: Path
     watch: RankWatch
-    rest: float  # seconds in which liveness is counted
+    rest: float  # seconds in which the watch is counted
 
     @property
     def hit(self) -> int:
@@ -138,6 +143,37 @@ def plans(size: int) -> Sequence[Plan]:
     )
 
 
+# Traffic of the ranks of this process.
+TRAFFIC: dict[int, Traffic] = {}
+
+
+class CountedRank(ZmqRank):
+    """Rank's end of the control messages, which counts them."""
+
+    def send(self, message: bytes) -> None:
+        TRAFFIC[self.rank].add(1, len(message))
+        super().send(message)
+
+    def _take(self, message: bytes, socket: Any) -> None:
+        TRAFFIC[self.rank].add(0, len(message))
+        if message:
+            # A question, which the side thread answers.
+            TRAFFIC[self.rank].add(1, ANSWER_BYTES)
+        super()._take(message, socket)
+
+
+class CountedController(ZmqController):
+    """Controller's end of the control messages, which counts them for its rank, the last one of the job."""
+
+    def send(self, ranks: Sequence[int], message: bytes) -> None:
+        TRAFFIC[self.num_ranks - 1].add(len(ranks), len(ranks) * len(message))
+        super().send(ranks, message)
+
+    def _take(self, peer: bytes, rank: int, message: bytes) -> None:
+        TRAFFIC[self.num_ranks - 1].add(0, len(message))
+        super()._take(peer, rank, message)
+
+
 class Rank:
     """One rank, whose thread does the work named in `asked`."""
 
@@ -145,7 +181,7 @@ class Rank:
         self.rank, self.setup = rank, setup
         self.traffic = Traffic()
         self.store = CountedStore(store, self.traffic)
-        # Not a wait for ranks, as liveness sees it.
+        # Not a wait for ranks, as the watch sees it.
         self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.done: queue.Queue[str] = queue.Queue()
         self.before = Traffic()
@@ -153,7 +189,7 @@ class Rank:
         self.sleeps, self.stops = 0.0, False
         self.heard: float | None = None  # when there was a failure reason
         self.ended: float | None = None
-        self.liveness: Liveness | None = None
+        self.connection: ControllerConnection | None = None
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -258,11 +294,17 @@ class Rank:
         committer.conclude(report, commit_all)
 
     def rest(self) -> None:
-        name, world = self.context.describe, self.context.role_group.name
-        self.liveness = Liveness(
-            self.store, self.rank, self.setup.size, coordinator=self.setup.size - 1, watch=self.setup.watch,
-            name=name, world=world, log=lambda text: None, end=self._end,
-        )  # fmt: skip
+        # The controller's traffic counts as that of its rank.
+        TRAFFIC[self.rank] = self.traffic
+        self.connection = ControllerConnection(
+            self.context,
+            CallTimeouts(),
+            watch=self.setup.watch,
+            name=self.context.describe,
+            show_error=lambda text: None,
+            end=self._end,
+        )
+        barrier(self.group)
         begun, before = time.monotonic(), replace(self.traffic)
         time.sleep(self.setup.rest)
         self.at_rest = self.traffic.since(before, time.monotonic() - begun)
@@ -273,17 +315,17 @@ class Rank:
 
     def steps(self) -> None:
         """Take steps until all are asked to stop, or the run fails."""
-        assert self.liveness is not None
+        assert self.connection is not None
         try:
             for number in range(10**9):
-                self.liveness.status("values", number)
+                self.connection.status("values", number)
                 time.sleep(self.sleeps + self.setup.size / PACE)
                 if reduce_json(self.stops, any, self.group):
                     break
-                self.liveness.status("update", number)
+                self.connection.status("update", number)
                 reduce_json(SUMS, lambda ranks: ranks[0], self.group)
         except Exception as error:  # as a run's main thread does
-            self.liveness.explain(error)
+            self.connection.explain(error)
         self.ended = self.ended or time.time()
 
 
@@ -294,10 +336,12 @@ def host(ranks: list[int], setup: Setup, parent: int, pipe: Connection) -> None:
     # Else each thread that waits for the interpreter wakes 200 times a second.
     sys.setswitchinterval(0.2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    connection = dist.TCPStore(
+    store = dist.TCPStore(
         HOST, setup.port, None, False, PATIENCE, wait_for_workers=False
     )
-    members = [Rank(rank, setup, connection.clone()) for rank in ranks]  # type: ignore[attr-defined]
+    connections.ZmqRank = CountedRank  # type: ignore[attr-defined]
+    threads.ZmqController = CountedController  # type: ignore[attr-defined]
+    members = [Rank(rank, setup, store.clone()) for rank in ranks]  # type: ignore[attr-defined]
     with connects_lazily():
         while (phase := pipe.recv()) != "end":
             if phase == "begin":
@@ -323,8 +367,8 @@ def watch(members: list[Rank], pipe: Connection) -> dict[int, tuple[str, float, 
         for member in members:
             if (
                 member.heard is None
-                and member.liveness is not None
-                and member.liveness.failure_reason is not None
+                and member.connection is not None
+                and member.connection.reason is not None
             ):
                 member.heard = time.time()
         if pipe.poll(0.05):
@@ -335,7 +379,7 @@ def watch(members: list[Rank], pipe: Connection) -> dict[int, tuple[str, float, 
                 )
     return {
         rank.rank: (
-            (rank.liveness and rank.liveness.failure_reason) or "",
+            (rank.connection and rank.connection.reason) or "",
             rank.heard or 0.0,
             rank.ended or 0.0,
         )
@@ -605,7 +649,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="seconds; a run's: run.timeout_minutes",
     )
     described.add_argument(
-        "--rest", type=float, default=5.0, help="seconds in which liveness is counted"
+        "--rest", type=float, default=5.0, help="seconds in which the watch is counted"
     )
     options = described.parse_args(arguments)
     raise_open_files()

@@ -4,15 +4,16 @@
     run.actor.update(batch)  --->  CallRequest 7 to ranks 0..3, moves first  --->   receive rows, run update()
     await ...                <---  result, once every rank replied    <---   Reply 7
 
-The controller runs in one asyncio event loop: in a thread of the coordinator's rank, or
-in the simulation.
+It lives as long as the job, in one asyncio event loop: that of a thread of the
+coordinator's rank, or of the simulation. While it runs a program and between programs
+it asks the ranks what they do, and ends the run when one is lost or stalls.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 from megaverl.controller.failures import (
     CallFailed,
     Evidence,
+    FailedOutside,
     LostRank,
     PassedDeadline,
     RaisedError,
@@ -31,9 +33,12 @@ from megaverl.controller.failures import (
     is_secondary,
 )
 from megaverl.controller.messages import (
+    NO_QUESTION,
     Argument,
     CallRequest,
     End,
+    Ended,
+    Failed,
     Left,
     PlainArgument,
     ProgramAnswer,
@@ -55,9 +60,11 @@ from megaverl.controller.transport import ControllerTransport, Lost
 from megaverl.distributed.heartbeat import (
     Heartbeat,
     RankWatch,
-    who_is_gone,
+    who_is_silent,
     who_stalls,
 )
+from megaverl.errors import TrainingStopped
+from megaverl.user_code import describe
 
 T = TypeVar("T")
 Wanted = Mapping[int, Rows | None]
@@ -72,7 +79,7 @@ class CallTimeouts:
         slow: until it logs which ranks a call waits for; then again after the same time.
         answer: for the answer to `Where`.
         grace: after the first sign of a failure, for signs nearer to the cause.
-        leave: for the ranks' goodbyes at the end.
+        leave: until the ranks have left a program that failed, and until they have left the job.
     """
 
     call: float = 1800.0
@@ -118,17 +125,20 @@ class Controller:
         num_ranks: ranks of the job.
         node_of: node of a rank; rows stay inside nodes where they can.
         log: receives one line for a person.
-        watch: watch over the ranks while the program runs: it finds ranks that hold the others up inside a call, and
-            ranks that do not answer. None: only broken connections and deadlines of calls end the run.
+        watch: watch over the ranks: it finds ranks that hold the others up, and ranks that do not answer. None: only
+            broken connections and deadlines of calls end the run.
         name: returns the name of a rank in messages.
+        observe: returns what the coordinator's rank does, for the other ranks; None: it is not observed.
 
     Attributes:
         signal: number of the signal that asked a rank to leave the run, as replies have told so far; 0: none has.
 
     Example:
         controller = Controller(transport, num_ranks=8)
+        controller.start()
         actor = ActorGroup("actor", range(8), controller)
         result = await controller.run(program(actor))    # sends End to all ranks, also when the program raises
+        await controller.close()
     """
 
     def __init__(
@@ -141,6 +151,7 @@ class Controller:
         log: Callable[[str], None] = print,
         watch: RankWatch | None = None,
         name: Callable[[int], str] = default_name,
+        observe: Callable[[], Heartbeat] | None = None,
     ) -> None:
         self.num_ranks = num_ranks
         self.signal = 0
@@ -150,6 +161,7 @@ class Controller:
         self._log = log
         self._watch = watch
         self._name = name
+        self._observe = observe
         # Rank -> its last answer with a heartbeat, and when it came.
         self._answers: dict[int, tuple[Status, float]] = {}
         self._next_call = 1
@@ -157,25 +169,37 @@ class Controller:
         self._released: dict[int, list[int]] = {}
         self._evidence: list[Evidence] = []
         self._failure: CallFailed | None = None
-        # Fails when the program must end.
+        # Fails when the program must end; None: none runs.
         self._failed: asyncio.Future[None] | None = None
+        # Why the run ends, once the ranks have been told.
+        self._reason = ""
         self._tasks: set[asyncio.Task[None]] = set()
+        # Ranks that have not left the job, and those that have not left the program.
         self._present = set(range(num_ranks))
+        self._in_program: set[int] = set()
         self._questions: dict[int, dict[int, Status]] = {}
         self._next_question = 1
 
     # --- the program ------------------------------------------------------------------------------------------------
 
+    def start(self) -> None:
+        """Greet the ranks, begin to read messages, and to watch the ranks. All of them are connected."""
+        self._send_question(range(self.num_ranks), NO_QUESTION)
+        self._start(self._read())
+        if self._watch is not None:
+            self._start(self._watch_ranks(self._watch))
+
     async def run(self, program: Coroutine[Any, Any, T]) -> T:
-        """Run a program to its end, then send `End` to all ranks and wait until they have left.
+        """Run a program to its end, then send `End` to all ranks and wait until they have left it.
 
         Raises:
-            CallFailed: a call failed; the error names the rank and the call.
+            CallFailed: a call failed, or the run had failed before; the error names the rank and the call.
         """
+        if self._reason:
+            program.close()
+            raise self._failure or TrainingStopped(self._reason)
         self._failed = asyncio.get_running_loop().create_future()
-        own_tasks = [self._start(self._read())]
-        if self._watch is not None:
-            own_tasks.append(self._start(self._watch_ranks(self._watch)))
+        self._in_program = set(self._present)
         task = asyncio.ensure_future(program)
         reason = "the program failed"
         try:
@@ -194,22 +218,32 @@ class Controller:
             reason = str(error)
             raise
         except Exception as error:
-            reason = f"the program raised {type(error).__name__}: {error}"
+            reason = f"the program raised {describe(error)}"
             raise
         finally:
             task.cancel()
-            if not self._failed.cancel():
+            failed, self._failed = self._failed, None
+            if not failed.cancel():
                 # The program may have raised the same error first.
-                self._failed.exception()
+                failed.exception()
             await self._end(reason)
-            for own_task in own_tasks:
-                own_task.cancel()
+
+    async def close(self) -> None:
+        """Wait until the other ranks have left the job, for `CallTimeouts.leave` at most. A failed run ends as well."""
+        deadline = self._now() + self.timeouts.leave
+        while self._present and self._now() < deadline:
+            await asyncio.sleep(min(0.01, self.timeouts.leave))
+        for task in self._tasks:
+            task.cancel()
 
     async def _end(self, reason: str) -> None:
-        """Send `End` and wait for the goodbyes. Calls that still run are waited for when nothing has failed."""
-        self._transport.send(range(self.num_ranks), encode(End(reason)))
+        """Send `End`, and wait until the ranks have left the program.
+
+        Calls that still run are waited for when nothing has failed.
+        """
+        self._send_end(reason)
         deadline = self._now() + (self.timeouts.leave if reason else self.timeouts.call)
-        while self._present and self._now() < deadline:
+        while self._in_program and self._now() < deadline:
             await asyncio.sleep(min(0.01, self.timeouts.leave))
             if self._failure is not None and not reason:
                 # A rank was lost while ranks were leaving. The program's result is
@@ -217,6 +251,12 @@ class Controller:
                 break
         for running in self._running.values():
             _cancel_timers(running)
+        self._running.clear()
+
+    def _send_end(self, reason: str) -> None:
+        """Tell all ranks that the program has ended, or why the run fails."""
+        self._reason = self._reason or reason
+        self._transport.send(range(self.num_ranks), encode(End(reason)))
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -377,11 +417,36 @@ class Controller:
                 if message.call in self._running:
                     self._running[message.call].ask(event.rank, message.value)
             elif isinstance(message, Status):
-                answers = self._questions.get(message.question)
-                if answers is not None:
-                    answers[event.rank] = message
+                self._take_status(event.rank, message)
+            elif isinstance(message, Ended):
+                self._in_program.discard(event.rank)
+            elif isinstance(message, Failed):
+                self._note(
+                    FailedOutside(event.rank, message.text, message.is_secondary)
+                )
             elif isinstance(message, Left):
-                self._present.discard(event.rank)
+                self._take_goodbye(event.rank)
+
+    def _take_status(self, rank: int, status: Status) -> None:
+        answers = self._questions.get(status.question)
+        if answers is not None:
+            answers[rank] = status
+        if status.beat is not None:
+            self._answers[rank] = (status, self._now())
+
+    def _take_goodbye(self, rank: int) -> None:
+        self._forget(rank)
+        # Who looks at the run sees that this rank has ended well.
+        last = self._answers.get(rank)
+        if last is not None and last[0].beat is not None:
+            left = msgspec.structs.replace(
+                last[0], beat=replace(last[0].beat, left=True)
+            )
+            self._answers[rank] = (left, last[1])
+
+    def _forget(self, rank: int) -> None:
+        self._present.discard(rank)
+        self._in_program.discard(rank)
 
     def _take_reply(self, rank: int, reply: Reply) -> None:
         running = self._running.get(reply.call)
@@ -413,13 +478,16 @@ class Controller:
     def _note_lost(self, event: Lost) -> None:
         if event.rank not in self._present:
             return  # it has said goodbye
-        self._present.discard(event.rank)
+        self._forget(event.rank)
         last = self._answers.get(event.rank)
         beat = None if last is None else last[0].beat
         self._note(LostRank(event.rank, event.reason, beat))
 
     def _note(self, evidence: Evidence) -> None:
         """Keep a sign of a failure. The first one starts the grace time, at whose end the cause is decided."""
+        # Ranks that have been told that the run fails end one after another.
+        if self._reason:
+            return
         self._evidence.append(evidence)
         if len(self._evidence) == 1:
             self._start(self._fail())
@@ -439,10 +507,10 @@ class Controller:
             _cancel_timers(running)
             if not running.future.done():
                 running.future.set_exception(self._failure)
-        self._end_program(self._failure)
+        self._stop(self._failure)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task of the controller's own. Its exceptions end the program, so that nothing fails silently."""
+        """Start a task of the controller's own. Its exceptions end the run, so that nothing fails silently."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_task_end)
@@ -452,10 +520,18 @@ class Controller:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._end_program(error)
+            self._stop(error)
 
-    def _end_program(self, error: BaseException) -> None:
-        if self._failed is not None and not self._failed.done():
+    def _stop(self, error: BaseException) -> None:
+        """End the program with an error, or the job if no program runs."""
+        if self._failed is None:
+            is_expected = isinstance(error, CallFailed)
+            self._send_end(
+                str(error)
+                if is_expected
+                else f"the controller raised {describe(error)}"
+            )
+        elif not self._failed.done():
             self._failed.set_exception(error)
 
     def _start_later(
@@ -509,38 +585,34 @@ class Controller:
         # controller's time.
         interval = max(watch.interval, self.num_ranks / RANKS_A_SECOND)
         begin, never = self._now(), set(self._present)
-        while not self._evidence:
+        while not self._evidence and not self._reason:
             await asyncio.sleep(interval)
             statuses = await self.ask(sorted(self._present))
             now = self._now()
-            # A rank that has never answered has no heartbeat, so `who_is_gone` below
+            # A rank that has never answered has no heartbeat, so `who_is_silent` below
             # cannot report it.
             never = (never - statuses.keys()) & self._present
             if never and now - begin > watch.lost_after:
                 names = ", ".join(map(self._name, sorted(never)))
-                text = f"{names} has not been heard of for {now - begin:.0f} s, since the program began"
+                text = f"{names} has not been heard of for {now - begin:.0f} s, since the job began"
                 self._note(StalledRanks(tuple(sorted(never)), text))
                 return
-            for rank, status in statuses.items():
-                if status.beat is not None:
-                    self._answers[rank] = (status, now)
             beats: dict[int, Heartbeat] = {}
             busy: dict[int, Heartbeat] = {}
             silent: dict[int, float] = {}
             for rank, (status, answered_at) in sorted(self._answers.items()):
-                if rank not in self._present or status.beat is None:
+                if status.beat is None:
                     continue
                 beats[rank] = status.beat
+                if rank not in self._present:
+                    continue
                 silent[rank] = now - answered_at
                 # A rank that waits for a call holds nobody up. One that does not answer
                 # may: others that wait for it must not count as waiting for each other.
                 if not status.is_idle:
                     busy[rank] = status.beat
             watch.show(beats)
-            # An ended process has broken its connection, which the transport notices.
-            ranks, text = who_is_gone(
-                beats, silent, watch.lost_after, self._name, lambda beat: False
-            )
+            ranks, text = who_is_silent(beats, silent, watch.lost_after, self._name)
             if not text:
                 ranks, text = who_stalls(busy, watch.stalled_after, self._name)
             if text:
@@ -552,7 +624,7 @@ class Controller:
         self._next_question += 1
         answers: dict[int, Status] = {}
         self._questions[question] = answers
-        self._transport.send(ranks, encode(Where(question)))
+        self._send_question(ranks, question)
         deadline = self._now() + self.timeouts.answer
         # `_read` fills `answers`. Polling is enough here: nobody waits for this result
         # in the time-critical path.
@@ -561,6 +633,10 @@ class Controller:
         # A later answer would only grow the dictionary.
         del self._questions[question]
         return answers
+
+    def _send_question(self, ranks: Sequence[int], question: int) -> None:
+        beat = None if self._observe is None else self._observe()
+        self._transport.send(ranks, encode(Where(question, beat)))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

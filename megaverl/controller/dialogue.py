@@ -19,7 +19,6 @@ from megaverl.controller.messages import (
     ProgramAnswer,
     Question,
     ToRank,
-    decode_for_rank,
     decode_value,
     encode,
     encode_value,
@@ -91,7 +90,7 @@ class Dialogue:
 
     async def _receive_answer(self, transport: RankTransport, call: int) -> bytes:
         while True:
-            message = decode_for_rank(await transport.receive())
+            message = await transport.receive()
             if isinstance(message, ProgramAnswer) and message.call == call:
                 return message.value
             if isinstance(message, End):

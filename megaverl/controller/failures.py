@@ -64,6 +64,20 @@ class RaisedError:
 
 
 @dataclass(frozen=True)
+class FailedOutside:
+    """Evidence that a rank failed outside of programs.
+
+    Attributes:
+        text: names the rank and says what failed.
+        is_secondary: the error says that another rank is gone.
+    """
+
+    rank: int
+    text: str
+    is_secondary: bool
+
+
+@dataclass(frozen=True)
 class PassedDeadline:
     """Evidence that a call did not finish in time.
 
@@ -82,7 +96,7 @@ class PassedDeadline:
     statuses: Mapping[int, Status]
 
 
-Evidence = LostRank | RaisedError | StalledRanks | PassedDeadline
+Evidence = LostRank | RaisedError | FailedOutside | StalledRanks | PassedDeadline
 
 
 def default_name(rank: int) -> str:
@@ -92,6 +106,8 @@ def default_name(rank: int) -> str:
 
 def is_secondary(evidence: Evidence) -> bool:
     """Return whether the evidence is an error that reports the loss of another rank."""
+    if isinstance(evidence, FailedOutside):
+        return evidence.is_secondary
     return isinstance(evidence, RaisedError) and evidence.error.is_secondary
 
 
@@ -104,7 +120,9 @@ def find_cause(evidence: Sequence[Evidence]) -> Evidence:
     rank that raises and then exits is reported by what it raised.
     """
     lost = [item for item in evidence if isinstance(item, LostRank)]
-    errors = [item for item in evidence if isinstance(item, RaisedError)]
+    errors = [
+        item for item in evidence if isinstance(item, RaisedError | FailedOutside)
+    ]
     own_errors = [item for item in errors if not is_secondary(item)]
     # A rank that raises and then exits is lost, too. Its error arrived first and
     # explains more.
@@ -147,7 +165,7 @@ def explain(
     """Return the error for the program.
 
     Args:
-        running: by rank, the call that it had not replied to yet; a rank that waited for a call has no entry.
+        running: by rank, the call that it had not replied to yet; a rank without a call has no entry.
         name: returns the name of a rank in messages.
     """
     if isinstance(cause, RaisedError):
@@ -164,11 +182,15 @@ def explain(
         return CallFailed(text, [cause.rank], cause.call)
     if isinstance(cause, LostRank):
         call = running.get(cause.rank, "")
-        place = f"in {call}" if call else "between two calls"
-        text = f"{name(cause.rank)} was lost {place}: {cause.reason}."
+        if not call:
+            text = f"{name(cause.rank)} is gone: {cause.beat or cause.reason}"
+            return CallFailed(text, [cause.rank], call)
+        text = f"{name(cause.rank)} was lost in {call}: {cause.reason}."
         if cause.beat is not None:
             text += f" When it last answered, {cause.beat}."
         return CallFailed(text, [cause.rank], call)
+    if isinstance(cause, FailedOutside):
+        return CallFailed(cause.text, [cause.rank], "")
     if isinstance(cause, StalledRanks):
         calls = dict.fromkeys(running[rank] for rank in cause.ranks if rank in running)
         call = next(iter(calls), "")
@@ -199,7 +221,9 @@ def describe_status(name: str, status: Status | None) -> str:
     if status is None:
         return f"{name} does not answer (its process is stopped, or its node is not reachable)"
     if status.is_idle:
-        return f"{name} waits for a call after {status.name or 'the start'}"
+        return f"{name} waits for a call after {status.name}"
+    if not status.name:
+        return f"{name} does not serve the program: {status.beat or status.stage}"
     if status.is_asking:
         return f"{name} waits in {status.name} for the program's answer"
     text = (

@@ -1,7 +1,7 @@
 """Control messages between the controller and the ranks, encoded with msgpack.
 
     controller -> rank:  CallRequest, ProgramAnswer, Where, End
-    rank -> controller:  Question, Reply, Status, Left
+    rank -> controller:  Question, Reply, Status, Ended, Failed, Left
 
 A message carries small values only: method names, numbers, reports, references. Tensors
 never travel here; rows move from rank to rank as the moves of a call.
@@ -16,6 +16,8 @@ import msgspec
 from megaverl.distributed.heartbeat import Heartbeat
 
 T = TypeVar("T")
+# Number of a question that nobody waits for, and of what a rank tells unasked.
+NO_QUESTION = 0
 
 
 class RowTransfer(msgspec.Struct, frozen=True, array_like=True):
@@ -99,16 +101,21 @@ class ProgramAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Where(msgspec.Struct, frozen=True, tag="where"):
-    """Question what the rank is doing. A side thread of the rank answers it, also during a long call."""
+    """Question what the rank is doing. A side thread of the rank answers it, also during a long call.
+
+    Attributes:
+        beat: what the coordinator's rank is doing, for the others if its process ends; None: it is not observed.
+    """
 
     question: int
+    beat: Heartbeat | None = None
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """Last message to a rank.
+    """End of a program, or of the whole run.
 
     Attributes:
-        reason: why the run fails; empty: the program has returned.
+        reason: why the run fails, whether a program runs or not; empty: the program has returned.
     """
 
     reason: str = ""
@@ -150,10 +157,12 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """Answer to `Where`.
+    """Answer to `Where`, or what a rank tells unasked when it begins a stage outside of programs.
 
     Attributes:
+        question: number of the question, or `NO_QUESTION`.
         call: id of the running call, or of the last one. 0: none yet.
+        name: name of that call; empty: the rank serves no program.
         is_idle: the rank waits for its next call.
         seconds: for how long it has been in this stage.
         is_asking: the running call waits for the program's answer.
@@ -170,12 +179,28 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     beat: Heartbeat | None = None
 
 
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Word of a rank that has received `End`, and runs no call of the program any more."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Failure of a rank outside of programs.
+
+    Attributes:
+        text: names the rank and says what failed.
+        is_secondary: another rank is gone, so that rank is the cause.
+    """
+
+    text: str
+    is_secondary: bool = False
+
+
 class Left(msgspec.Struct, frozen=True, tag="left"):
-    """Goodbye of a rank that has received `End`. A connection that closes without it is a lost rank."""
+    """Goodbye of a rank that leaves the job. A connection that closes without it is a lost rank."""
 
 
 ToRank = CallRequest | ProgramAnswer | Where | End
-ToController = Question | Reply | Status | Left
+ToController = Question | Reply | Status | Ended | Failed | Left
 
 _encoder = msgspec.msgpack.Encoder()
 _from_controller: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -31,7 +32,13 @@ from megaverl.distributed.curve_sockets import (
     pack_ranks,
     unpack_ranks,
 )
+from megaverl.distributed.placement import ResolvedPlacement
+from megaverl.distributed.store import own_address
 
+# Number of ranks from which each node has a relay. The controller then has one
+# connection per node instead of one per rank. Below it, direct connections take less
+# time (`tools/bench_controller.py`).
+RELAYED_FROM = 128
 POLL_MILLISECONDS = 100  # until the thread looks whether it is to end
 # Seconds after the loss of the controller until a relay that ends gives up on ranks that
 # are still connected. Each of them has been told to leave by then.
@@ -156,3 +163,43 @@ class Relay:
                 # take it, and the relay would wait for that when it ends.
                 if self._give_up_at == math.inf:
                     up.send_multipart([pack_ranks([rank]), b""])
+
+
+@contextmanager
+def node_address(
+    controller: Address,
+    placement: ResolvedPlacement,
+    rank: int,
+    merge: Callable[[dict[str, str]], dict[str, str]],
+) -> Iterator[Address]:
+    """Yield the address that a rank connects to: the controller's, or that of its node's relay in a large job.
+
+    The first rank of each node hosts the relay until the context ends. Collective over
+    all ranks of the job.
+
+    Args:
+        rank: this rank in the job.
+        merge: merges the dictionaries of all ranks, and returns the result on every rank. Collective.
+    """
+    if placement.size < RELAYED_FROM or len(placement.nodes) == 1:
+        yield controller
+        return
+    node = placement.node_of(rank)
+    node_ranks = [
+        member for member in range(placement.size) if placement.node_of(member) == node
+    ]
+    relay = (
+        Relay(controller, own_address(), node, node_ranks)
+        if rank == node_ranks[0]
+        else None
+    )
+    try:
+        of_this_rank = (
+            {} if relay is None else {str(node): relay.address.encode().hex()}
+        )
+        # Collective: the relays listen before any rank learns their address.
+        addresses = merge(of_this_rank)
+        yield Address.decode(bytes.fromhex(addresses[str(node)]))
+    finally:
+        if relay is not None:
+            relay.close()

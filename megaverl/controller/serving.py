@@ -19,13 +19,12 @@ from megaverl.controller.messages import (
     Argument,
     CallRequest,
     End,
+    Ended,
     ErrorReport,
-    Left,
     Reply,
     RowTransfer,
     ValueArgument,
     ValuesArgument,
-    decode_for_rank,
     encode,
     encode_value,
 )
@@ -105,7 +104,7 @@ async def serve(
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     dialogue: Dialogue | None = None,
 ) -> Served:
-    """Run calls until `End`.
+    """Run the calls of a program until `End`.
 
     After a call has raised, the rank runs no further method, so that nothing is saved
     or trained on top of a failure. It still moves rows, for which other ranks may wait.
@@ -131,15 +130,17 @@ async def serve(
     has_failed = False
     methods = {role: bind_methods(worker) for role, worker in workers.items()}
     values: dict[int, object] = {}
+    board.enter_program()
     while True:
         # A method that asked the program may have received later calls while it waited
         # for the answer. They come first, to keep the order.
         message = dialogue.take_postponed()
         if message is None:
             with waiting():
-                message = decode_for_rank(await transport.receive())
+                message = await transport.receive()
         if isinstance(message, End):
-            transport.send(encode(Left()))
+            board.leave_program()
+            transport.send(encode(Ended()))
             return Served(message.reason, first_error)
         if not isinstance(message, CallRequest):
             continue

@@ -28,9 +28,17 @@ class StatusBoard:
         self._clock = clock
         self._observe = observe
         self._lock = threading.Lock()
-        self._call, self._name, self._stage, self._is_idle = 0, "", "", True
+        self._call, self._name, self._stage, self._is_idle = 0, "", START, False
         self._is_asking = False
         self._since = clock()
+
+    def enter_program(self) -> None:
+        """Note that this rank waits for the first call of a program."""
+        self._set(self._call, "the start", "", True)
+
+    def leave_program(self) -> None:
+        """Note that this rank serves no program any more."""
+        self._set(self._call, "", START, False)
 
     def begin(self, call: int, name: str) -> None:
         """Note that a call begins."""
@@ -48,6 +56,11 @@ class StatusBoard:
     def end(self) -> None:
         """Note that the call is over."""
         self._set(self._call, self._name, "", True)
+
+    @property
+    def is_outside(self) -> bool:
+        """Return whether the rank serves no program."""
+        return not self._name
 
     @property
     def call(self) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megaverl.controller.messages import ToRank
+
 
 @dataclass(frozen=True)
 class Received:
@@ -44,8 +46,8 @@ class RankTransport(Protocol):
     def send(self, message: bytes) -> None:
         """Send a message to the controller, without blocking."""
 
-    async def receive(self) -> bytes:
-        """Wait for the next `CallRequest` or `End`. `Where` is answered elsewhere and does not arrive here.
+    async def receive(self) -> ToRank:
+        """Wait for the next message but `Where`, which is answered elsewhere.
 
         Raises:
             ControllerLost: the connection to the controller broke.

@@ -24,14 +24,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from megaverl.controller.failures import ControllerLost
-from megaverl.controller.messages import End, Where, decode_for_rank, encode
+from megaverl.controller.messages import (
+    End,
+    ToRank,
+    Where,
+    decode_for_rank,
+    encode,
+)
 from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.transport import Lost, Received
 from megaverl.distributed.curve_sockets import (
@@ -44,6 +49,7 @@ from megaverl.distributed.curve_sockets import (
     pack_ranks,
     unpack_ranks,
 )
+from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.errors import FAILED, TrainingStopped
 
 PROBE_INTERVAL = 0.5  # seconds between two probes of all connections
@@ -207,14 +213,20 @@ class ZmqRank:
 
     Args:
         board: answers `Where`.
-        leave_after: seconds in which the main thread must have left its call once the run has failed; then the process
+        coordinator: name of the controller's rank in messages.
+        leave_after: seconds in which the main thread must have said `stay` once the run has failed; then the process
             ends, because a collective that waits for a lost rank cannot be interrupted.
+        lost_after: seconds without a message after which the controller counts as lost; None: only a broken connection
+            does.
         end_process: ends the process; it is given the reason. Default: prints it first.
         context: shared by several ranks of one process, as in a benchmark; default: one of its own.
 
+    Attributes:
+        reason: why the run fails; None: nothing is known to have failed.
+
     Example:
         with ZmqRank(Address.decode(store.get("controller")), rank, board) as transport:
-            reason = run_blocking(serve(rank, transport, workers, mover, board))
+            served = run_blocking(serve(rank, transport, workers, mover, board))
     """
 
     def __init__(
@@ -223,20 +235,28 @@ class ZmqRank:
         rank: int,
         board: StatusBoard,
         *,
+        coordinator: str = "the controller",
         leave_after: float = 10.0,
+        lost_after: float | None = None,
         end_process: Callable[[str], None] | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self.rank = rank
+        self.reason: str | None = None
         self._board = board
-        self._leave_after = leave_after
+        self._coordinator = coordinator
+        self._leave_after, self._lost_after = leave_after, lost_after
         self._end_process = end_process or self._print_and_end
         # None marks a broken connection. The side thread fills it while the main thread
         # is inside a collective, where it cannot poll a socket.
-        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToRank | None] = queue.SimpleQueue()
+        self._greeted, self._found = threading.Event(), threading.Event()
+        # When the process ends; None: the run has not failed, or the main thread stays.
         self._leave_at: float | None = None
-        self._leave_reason = ""
-        self._is_connected = False
+        self._is_connected = self._is_lost = False
+        # When the last message came, and what the coordinator's rank did then.
+        self._heard_at = time.monotonic()
+        self._beat: Heartbeat | None = None
         self._owns_context = context is None
         self._context = zmq.Context() if context is None else context
         # ZeroMQ sockets belong to one thread. The main thread therefore hands its
@@ -260,16 +280,35 @@ class ZmqRank:
         """Send a message to the controller, without blocking."""
         self._to_side.send(message)
 
-    async def receive(self) -> bytes:
-        """Block until the next `CallRequest` or `End` is here. Nothing is awaited: `serving.run_blocking` drives it."""
+    async def receive(self) -> ToRank:
+        """Block until the next message but `Where` is here. Nothing is awaited: `serving.run_blocking` drives it."""
         message = self._inbox.get()
         if message is None:
             self._inbox.put(None)  # for a further call
-            raise ControllerLost(
-                f"rank {self.rank}: the connection to the controller broke. Its process ended, or its node is not "
-                "reachable; the output of the coordinator's rank says more."
-            )
+            raise ControllerLost(self.reason)
         return message
+
+    def wait_for_greeting(self, seconds: float) -> None:
+        """Wait until the first message of the controller is here, which it sends once all ranks have connected.
+
+        Raises:
+            ControllerLost: it is lost, or it sends none within `seconds`.
+        """
+        if not self._greeted.wait(seconds):
+            raise ControllerLost(
+                f"rank {self.rank}: {self._coordinator} was not heard of within {seconds:g} s."
+            )
+        if self.reason is not None:
+            raise ControllerLost(self.reason)
+
+    def wait_for_reason(self, seconds: float) -> str | None:
+        """Wait up to `seconds` until it is known why the run fails, and return it."""
+        self._found.wait(seconds)
+        return self.reason
+
+    def stay(self) -> None:
+        """Note that the main thread has left its call, so that the process ends by itself."""
+        self._leave_at = None
 
     def close(self) -> None:
         """End the side thread once everything has been sent."""
@@ -288,7 +327,6 @@ class ZmqRank:
         monitor = socket.get_monitor_socket(_CONNECTION_EVENTS)
         connect_dealer(socket, address, pack_ranks([self.rank]))
         socket.send(HELLO)
-        is_broken = False
         poller = zmq.Poller()
         for source in (from_main, socket, monitor):
             poller.register(source, zmq.POLLIN)
@@ -299,24 +337,22 @@ class ZmqRank:
                 if message == _CLOSE:
                     break
                 # A socket without a peer would block.
-                if not is_broken:
+                if not self._is_lost:
                     socket.send(message)
             if socket in ready:
+                self._heard_at = time.monotonic()
                 self._take(socket.recv(), socket)
             if monitor in ready and self._is_broken(
                 recv_monitor_message(monitor)["event"]
             ):
                 # A broken connection stays broken: one that came back would hide lost
                 # messages.
-                is_broken = True
                 socket.disconnect(address.endpoint)
                 poller.unregister(monitor)
-                self._inbox.put(None)
-                self._leave_soon("the connection to the controller broke")
-            if self._leave_at is not None and time.monotonic() > self._leave_at:
-                self._end_process(self._leave_reason)
-                self._leave_at = None
-        socket.disable_monitor()
+                self._lose(self._describe_broken_connection())
+            elif not ready:
+                self._look_at_clock()
+                socket.disable_monitor()
         for source in (monitor, from_main, socket):
             source.close()
 
@@ -335,12 +371,57 @@ class ZmqRank:
             return
         decoded = decode_for_rank(message)
         if isinstance(decoded, Where):
+            self._beat = decoded.beat
+            self._greeted.set()
             with contextlib.suppress(zmq.Again):  # the controller is gone
                 socket.send(encode(self._board.answer(decoded.question)), zmq.NOBLOCK)
             return
-        self._inbox.put(message)
+        self._inbox.put(decoded)
         if isinstance(decoded, End) and decoded.reason:
-            self._leave_soon(decoded.reason)
+            self._fail(decoded.reason)
+
+    def _look_at_clock(self) -> None:
+        """End the process if the main thread should have left, and notice a silent controller.
+
+        Called when no message has come, so that a busy interpreter does not count as
+        silence.
+        """
+        now = time.monotonic()
+        if self._leave_at is not None and now > self._leave_at:
+            self._leave_at = None
+            self._end_process(self.reason or "")
+        silent = now - self._heard_at
+        if (
+            self._lost_after is not None
+            and silent > self._lost_after
+            and not self._is_lost
+        ):
+            self._lose(
+                f"{self._coordinator} has not been heard of for {silent:.0f} s: "
+                f"{self._beat or 'nothing was heard of it'}"
+            )
+
+    def _describe_broken_connection(self) -> str:
+        if self._beat is not None:
+            return f"{self._coordinator} is gone: {self._beat}"
+        return (
+            f"rank {self.rank}: the connection to the controller broke. Its process ended, or its node is not "
+            "reachable; the output of the coordinator's rank says more."
+        )
+
+    def _lose(self, reason: str) -> None:
+        """Note that the controller is lost."""
+        self._is_lost = True
+        self._inbox.put(None)
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        """Note why the run fails, unless that is known, and give the main thread some time to leave."""
+        if self.reason is None:
+            self.reason = reason
+            self._leave_at = time.monotonic() + self._leave_after
+            self._found.set()
+            self._greeted.set()
 
     def _print_and_end(self, reason: str) -> None:
         text = f"rank {self.rank} leaves a call that does not end: {reason}"
@@ -348,14 +429,11 @@ class ZmqRank:
             print(text, file=sys.stderr, flush=True)
         os._exit(FAILED)
 
-    def _leave_soon(self, reason: str) -> None:
-        if self._leave_at is None:
-            self._leave_at, self._leave_reason = (
-                time.monotonic() + self._leave_after,
-                reason,
-            )
-
     def _poll_milliseconds(self) -> int | None:
-        if self._leave_at is None:
+        """Return the time until `_look_at_clock` has something to do."""
+        deadlines = [] if self._leave_at is None else [self._leave_at]
+        if self._lost_after is not None and not self._is_lost:
+            deadlines.append(self._heard_at + self._lost_after)
+        if not deadlines:
             return None
-        return max(int((self._leave_at - time.monotonic()) * 1000), 0) + 1
+        return max(int((min(deadlines) - time.monotonic()) * 1000), 0) + 1

@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from megaverl.controller.connection import ControllerConnection
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall, Ref
-from megaverl.controller.status_board import StatusBoard
 from megaverl.dataflow.job import TIMEOUT, context_for
 from megaverl.dataflow.plan import CompiledFlow, Places
-from megaverl.dataflow.program_runner import run_program
 from megaverl.dataflow.runner import OperatorRunner
 from megaverl.dataflow.value_mover import ValueMover
 
@@ -104,14 +103,13 @@ def run_on_ranks(
     if context is None:
         return False
     mover = ValueMover(context)
-    run_program(
-        context,
-        lambda controller: run_flow(plan, list(runner.given), controller),
-        {"flow": FlowWorker(runner)},
-        mover=mover,
-        board=StatusBoard(),
-        timeouts=CallTimeouts(call=TIMEOUT.total_seconds()),
-        waiting=partial(span, "wait"),
-    )
+    timeouts = CallTimeouts(call=TIMEOUT.total_seconds())
+    with ControllerConnection(context, timeouts) as connection:
+        connection.serve(
+            lambda controller: run_flow(plan, list(runner.given), controller),
+            {"flow": FlowWorker(runner)},
+            mover,
+            waiting=partial(span, "wait"),
+        )
     mover.settle()
     return True

@@ -75,7 +75,7 @@ def conclude(
 
     `function` gets the bytes in rank order. It must not raise, because the other ranks
     would block. Collectives of different `kind` do not receive each other's messages:
-    ranks in different ones block, and liveness reports where.
+    ranks in different ones block, and the controller reports where.
 
     Raises:
         TrainingStopped: a rank died or did not arrive within the group's timeout; names its rank in the group.

@@ -1,10 +1,9 @@
 """Heartbeats of ranks, and the decision from them which rank is lost or stalled.
 
-Both watchers use these rules and limits (`RankWatch`): a program's controller, which
-asks for heartbeats, and at other times the job's store, to which every rank writes one
-a second (`liveness`).
+The job's controller asks every rank for its heartbeat and applies these rules
+(`RankWatch` has their limits).
 
-All functions are pure except `this_host`, `process_is_gone` and `place`.
+All functions are pure except `this_host` and `place`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import linecache
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
-
-import psutil
 
 Wait = Literal["", "device", "ranks"]
 
@@ -53,7 +50,6 @@ class Heartbeat:
     """State of one rank.
 
     Attributes:
-        number: grows with every heartbeat.
         doing: name of the stage that it began last.
         seconds: time since then.
         waits_for: what its main thread blocks on: "ranks", "device" (which may itself wait for other ranks, as under
@@ -69,7 +65,6 @@ class Heartbeat:
         collective: description of the collective that it has been blocked in for long; "" if none is known.
     """
 
-    number: float
     doing: str
     seconds: float
     waits_for: Wait
@@ -87,9 +82,6 @@ class Heartbeat:
     def reached(self) -> tuple[str, int, tuple[str, ...]]:
         """Progress of the rank, to compare with other ranks of its world: (world, step, stages begun)."""
         return self.world, self.step, self.begun
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Heartbeat:
@@ -112,7 +104,7 @@ class RankWatch:
 
     Attributes:
         stalled_after: how long a rank may wait for others.
-        interval: between heartbeats, or between two rounds of questions.
+        interval: between two rounds of questions to all ranks.
         lost_after: silence after which a rank counts as lost. It must exceed the longest call that holds the
             interpreter.
         grace: how long a rank may take to end by itself after a failure.
@@ -127,7 +119,7 @@ class RankWatch:
 
     @property
     def until_found(self) -> float:
-        """Seconds within which a lost rank is detected: two heartbeats to miss it, and two to publish it."""
+        """Seconds within which a stalled rank is named after `stalled_after`: four rounds of questions."""
         return 4 * self.interval + 0.5
 
 
@@ -140,44 +132,25 @@ def this_host() -> str:
     return f"{socket.gethostname()}/{space}"
 
 
-def process_is_gone(beat: Heartbeat) -> bool:
-    """Return whether the process of a heartbeat has ended. False for another machine, where this cannot be checked."""
-    if beat.host != this_host():
-        return False
-    try:
-        return psutil.Process(beat.pid).status() in (
-            psutil.STATUS_ZOMBIE,
-            psutil.STATUS_DEAD,
-        )
-    except psutil.NoSuchProcess:
-        return True
-
-
-def who_is_gone(
+def who_is_silent(
     beats: Mapping[int, Heartbeat],
     silent: Mapping[int, float],
     lost_after: float,
     name: Callable[[int], str],
-    is_gone: Callable[[Heartbeat], bool] = process_is_gone,
 ) -> tuple[list[int], str]:
     """Return the ranks that are lost, and a text that names them.
 
     Args:
         beats: rank -> last heartbeat.
-        silent: rank -> seconds since its heartbeat last changed.
+        silent: rank -> seconds since that heartbeat.
         lost_after: seconds of silence after which a rank counts as lost.
         name: name of a rank in the text.
     """
-    texts = {}
-    for rank, beat in sorted(beats.items()):
-        if beat.left:
-            continue
-        if is_gone(beat):
-            texts[rank] = f"{name(rank)} is gone: {beat}"
-        elif silent.get(rank, 0.0) > lost_after:
-            texts[rank] = (
-                f"{name(rank)} has not been heard of for {silent[rank]:.0f} s: {beat}"
-            )
+    texts = {
+        rank: f"{name(rank)} has not been heard of for {silent[rank]:.0f} s: {beat}"
+        for rank, beat in sorted(beats.items())
+        if not beat.left and silent.get(rank, 0.0) > lost_after
+    }
     return list(texts), "; ".join(texts.values())
 
 

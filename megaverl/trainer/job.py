@@ -31,11 +31,11 @@ from megaverl.config.grids import (
     role_grids,
     used_roles,
 )
-from megaverl.controller.status_board import StatusBoard
+from megaverl.controller.connection import ControllerConnection
+from megaverl.controller.core import CallTimeouts
 from megaverl.distributed.flight_record import write_flight_record
 from megaverl.distributed.heartbeat import Heartbeat, RankWatch
 from megaverl.distributed.job_context import JobContext, default_group_context, join
-from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
@@ -49,12 +49,12 @@ from megaverl.processes import freeze_objects, thaw_objects
 from megaverl.version import __version__
 
 PYTHON_THRESHOLD = (700, 10, 10)  # default thresholds of Python's garbage collector
-# Seconds that the transports wait longer than the run allows, so that liveness can name
-# the lost rank first.
+# Seconds that the transports wait longer than the run allows, so that the controller can
+# name the lost rank first.
 SPEAKS_FIRST = 60.0
 # Seconds between writes of `ranks.json`.
 WRITES_EVERY = 2.0
-# Seconds without a heartbeat before a rank counts as lost. Calls that hold the
+# Seconds without an answer before a rank counts as lost. Calls that hold the
 # interpreter are shorter.
 LOST_AFTER = 30.0
 # Longer on GPUs, where calls that compile and load kernels hold the interpreter. This
@@ -68,21 +68,21 @@ PlacementCheck = Callable[[Config, ResolvedPlacement], None]
 
 @dataclass
 class Job:
-    """This rank's place in the job, and the monitor that exchanges heartbeats with the other ranks.
+    """This rank's place in the job, and its connection to the job's controller.
 
     Attributes:
-        liveness: None if a program created the default process group itself (`alone`).
+        connection: None between the programs of a job whose process group a program created by itself (`alone`).
     """
 
     context: JobContext
-    liveness: Liveness | None = None
+    connection: ControllerConnection | None = None
 
 
 @dataclass
 class WatchedJob(Job):
-    """Job whose ranks `join_job` has made watch each other."""
+    """Job that `join_job` has joined. Its controller watches the ranks from then on."""
 
-    liveness: Liveness
+    connection: ControllerConnection
 
 
 def patience(minutes: float) -> timedelta:
@@ -128,30 +128,28 @@ def join_job(
     console.speaks = rank == reporter(placement)
     if not placement.is_colocated or placement.notes:
         console.print("\n".join(placement.lines()))
-    liveness = Liveness(
-        store,
-        rank,
-        size,
-        coordinator=placement.coordinator,
-        watch=RankWatch(
-            stalled_after=seconds,
-            interval=min(1.0, seconds / 10),
-            # No longer than the run lets ranks be silent.
-            lost_after=min(
-                LOST_AFTER_ON_GPUS if platform.is_cuda else LOST_AFTER, seconds
-            ),
-            grace=min(4.0, seconds / 2),
-            show=RanksFile(config.run_dir),
-        ),
-        world=role_group,
+    watch = RankWatch(
+        stalled_after=seconds,
+        interval=min(1.0, seconds / 10),
+        # No longer than the run lets ranks be silent.
+        lost_after=min(LOST_AFTER_ON_GPUS if platform.is_cuda else LOST_AFTER, seconds),
+        grace=min(4.0, seconds / 2),
+        show=RanksFile(config.run_dir),
+    )
+    connection = ControllerConnection(
+        context,
+        # The watch names the rank that stalls before a deadline names a call.
+        CallTimeouts(call=seconds + watch.until_found),
+        watch=watch,
         # With all roles on all ranks, the name of a role group adds nothing to a rank's
         # number.
         name=(lambda number: f"rank {number}")
         if placement.is_colocated
         else context.describe,
-        log=console.error,
+        log=console.print,
+        show_error=console.error,
     )
-    return WatchedJob(context, liveness)
+    return WatchedJob(context, connection)
 
 
 def alone(config: Config) -> Job:
@@ -249,11 +247,10 @@ class Stages:
 
     Args:
         timeline: records a span for each stage.
-        job: its liveness publishes each stage as it begins, with the step if there is one.
+        job: its controller learns each stage, with the step if there is one.
 
     Attributes:
         step: running step, counted from 1, or None between steps.
-        board: shows the stage to the controller while this rank serves a program.
 
     Example:
         stages = Stages(timeline, job)
@@ -264,7 +261,6 @@ class Stages:
     def __init__(self, timeline: Timeline, job: Job) -> None:
         self.timeline, self.job = timeline, job
         self.step: int | None = None
-        self.board: StatusBoard | None = None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -285,10 +281,8 @@ class Stages:
 
     def status(self, name: str) -> None:
         """Publish the beginning of a stage without recording a span."""
-        if self.job.liveness is not None:
-            self.job.liveness.status(name, self.step)
-        if self.board is not None:
-            self.board.enter(name if self.step is None else f"step {self.step}: {name}")
+        if self.job.connection is not None:
+            self.job.connection.status(name, self.step)
 
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)

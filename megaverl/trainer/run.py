@@ -65,19 +65,19 @@ def main(
     try:
         with exits_fail():
             if checks_files:
-                job.liveness.status("checking code and data")
+                job.connection.status("checking code and data")
                 check_in_ranks(config, command, job.context.control)
             code = _do(config, command, console, job, options)
     except BaseException as error:
         # If a rank is lost, each other rank fails in its own way. Report the common
         # cause instead.
-        if verdict := job.liveness.explain(error):
+        if verdict := job.connection.explain(error):
             raise TrainingStopped(verdict) from error
         raise
     # All ranks have finished before any leaves. Otherwise the others would report it as
     # lost.
     barrier(job.context.control)
-    job.liveness.leave()
+    job.connection.leave()
     if code == 0:
         job.context.messages.close()
         dist.destroy_process_group()

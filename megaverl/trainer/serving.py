@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from megaverl.config import Config
+from megaverl.controller.connection import ControllerConnection
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
-from megaverl.controller.status_board import StatusBoard
-from megaverl.dataflow.program_runner import run_program
 from megaverl.monitoring.console import Console
-from megaverl.trainer.job import PreemptionHandler, Stages
+from megaverl.trainer.job import Job, PreemptionHandler, Stages
 from megaverl.trainer.sample_rows import RowMover
 
 
@@ -39,29 +38,36 @@ def serve_program(
     Raises:
         TrainingStopped: another rank failed or was lost. The message names it.
     """
-    context, liveness = stages.job.context, stages.job.liveness
-    seconds = config.run.timeout_minutes * 60
-    stages.board = StatusBoard(observe=None if liveness is None else liveness.answer)
-    if liveness is not None:
-        # The watch names the rank that stalls before a deadline names a call.
-        seconds += liveness.watch.until_found
+    context = stages.job.context
     mover = RowMover(context)
     # If roles share all ranks, a rank that waits has nothing else to do, so its wait is
     # not recorded as a stage.
     waiting = nullcontext if context.placement.is_colocated else partial(stages, "wait")
-    run_program(
-        context,
-        program,
-        workers,
-        mover=mover,
-        board=stages.board,
-        timeouts=CallTimeouts(call=seconds),
-        signal=lambda: leave.number,
-        waiting=waiting,
-        log=console.print,
-        liveness=liveness,
-        dialogue=dialogue,
-    )
-    stages.board = None
+    with _connected(stages.job, config, console) as connection:
+        connection.serve(
+            program,
+            workers,
+            mover,
+            waiting=waiting,
+            signal=lambda: leave.number,
+            dialogue=dialogue,
+        )
     # Sent tensors must stay alive until their receivers have taken them.
     mover.settle()
+
+
+@contextmanager
+def _connected(
+    job: Job, config: Config, console: Console
+) -> Iterator[ControllerConnection]:
+    """Yield the job's connection to its controller, or one for this program if the job has none."""
+    if job.connection is not None:
+        yield job.connection
+        return
+    timeouts = CallTimeouts(call=config.run.timeout_minutes * 60)
+    with ControllerConnection(job.context, timeouts, log=console.print) as connection:
+        job.connection = connection
+        try:
+            yield connection
+        finally:
+            job.connection = None

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,15 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.controller import relay
+from megaverl.controller.connection import merge_dictionaries
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.failures import CallFailed, ControllerLost
-from megaverl.controller.messages import RowTransfer
+from megaverl.controller.messages import Left, RowTransfer, encode
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.controller.serving import run_blocking, serve
 from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.thread import ControllerThread
-from megaverl.controller.zmq_transport import ZmqController, ZmqRank
-from megaverl.dataflow import program_runner
+from megaverl.controller.zmq_transport import ZmqRank
+from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.curve_sockets import Address
 from megaverl.distributed.placement import Node, ResolvedPlacement, RoleGroup
 from tests.controller.every_rank import EveryRank
@@ -159,14 +162,21 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
     """
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     key = f"controller-{how}-{relayed}"
-    thread: ControllerThread[list[list[float]]] | None = None
+    thread: ControllerThread | None = None
+    result_of_program: Future[list[list[float]]] | None = None
     if rank == 0:
-        thread = ControllerThread("127.0.0.1", 4, partial(_control, how=how))
-        store.set(key, thread.address.encode())
+        thread = ControllerThread(
+            "127.0.0.1",
+            4,
+            lambda transport: Controller(transport, 4, timeouts=_timeouts(how)),
+        )
+        store.set(key, thread.address.encode().hex())
     board = StatusBoard()
-    address = Address.decode(store.get(key))
-    program_runner.RELAYED_FROM = 4 if relayed else 5
-    nearest = program_runner.node_address(address, TWO_NODES, rank, None)
+    address = Address.decode(bytes.fromhex(store.get(key).decode()))
+    relay.RELAYED_FROM = 4 if relayed else 5
+    nearest = relay.node_address(
+        address, TWO_NODES, rank, lambda part: reduce_json(part, merge_dictionaries)
+    )
     workers = {"rollout": Worker(rank, board), "actor": Worker(rank, board)}
     leave_after = {"lose the controller": 20.0, "outlast the relay": 0.3}.get(how, 1.0)
     with (
@@ -174,24 +184,29 @@ def run(how: str = "", relayed: bool = False) -> dict[str, Any]:
         ZmqRank(address, rank, board, leave_after=leave_after) as transport,
     ):
         assert (
-            address.endpoint == Address.decode(store.get(key)).endpoint
+            address.endpoint
+            == Address.decode(bytes.fromhex(store.get(key).decode())).endpoint
         ) is not relayed
+        if thread is not None:
+            result_of_program = thread.start(partial(_program, how=how))
         try:
             reason = run_blocking(
                 serve(rank, transport, workers, GlooMover(), board)
             ).reason
         except ControllerLost as error:
             return {"lost": str(error)}
+        transport.send(encode(Left()))
     result: dict[str, Any] = {"reason": reason}
-    if thread is not None:
+    if thread is not None and result_of_program is not None:
         try:
-            result["sums"] = thread.result()
+            result["sums"] = result_of_program.result()
         except CallFailed as error:
             result |= {
                 "error": str(error),
                 "ranks": list(error.ranks),
                 "call": error.call,
             }
+        thread.close()
     return result
 
 
@@ -203,13 +218,6 @@ def lost(how: str, relayed: bool = False) -> dict[str, Any]:
 
 def _timeouts(how: str) -> CallTimeouts:
     return CallTimeouts(call=1.5 if how == "stay" else 60.0, answer=0.5, leave=2.0)
-
-
-def _control(
-    transport: ZmqController, how: str
-) -> Coroutine[Any, Any, list[list[float]]]:
-    controller = Controller(transport, 4, timeouts=_timeouts(how))
-    return controller.run(_program(controller, how))
 
 
 def _program(

@@ -27,7 +27,9 @@ from megaverl.controller.dialogue import Dialogue
 from megaverl.controller.failures import ControllerLost
 from megaverl.controller.messages import (
     End,
+    Left,
     RowTransfer,
+    ToRank,
     Where,
     decode_for_rank,
     encode,
@@ -115,11 +117,13 @@ class Latencies:
         message: a control message on its way.
         join: until a rank listens.
         loss: from a rank's end until the other end of a connection notices.
+        between: what a rank does between two programs.
     """
 
     message: tuple[float, float] = (0.0001, 0.005)
     join: tuple[float, float] = (0.0, 0.1)
     loss: tuple[float, float] = (0.001, 0.2)
+    between: tuple[float, float] = (0.0, 2.0)
 
 
 class _ProcessEnded(BaseException):
@@ -132,13 +136,15 @@ class _Rank:
 
     Attributes:
         inbox: messages of the controller; None: the connection broke.
+        reason: why the run fails, as far as this rank has been told.
         is_gone: the process has ended. is_frozen: it has stopped without ending.
     """
 
     number: int
     board: StatusBoard
     dialogue: Dialogue = field(default_factory=Dialogue)
-    inbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    inbox: asyncio.Queue[ToRank | None] = field(default_factory=asyncio.Queue)
+    reason: str = ""
     task: asyncio.Task[str] | None = None
     is_frozen: bool = False
     is_gone: bool = False
@@ -218,12 +224,14 @@ class SimulatedCluster:
         program: Callable[[Controller], Coroutine[Any, Any, object]],
         make_workers: Callable[[SimulatedCluster, int], Mapping[str, object]],
         *,
+        num_programs: int = 1,
         timeouts: CallTimeouts | None = None,
         watch: RankWatch | None = None,
     ) -> SimulatedOutcome:
         """Run a program until it and all ranks have ended.
 
         Args:
+            num_programs: how often the job runs the program, one after another.
             make_workers: makes the workers of a rank, by role. Their methods may be coroutines that await `work`.
 
         Raises:
@@ -231,7 +239,7 @@ class SimulatedCluster:
         """
         try:
             return self._loop.run_until_complete(
-                self._run(program, make_workers, timeouts, watch)
+                self._run(program, make_workers, num_programs, timeouts, watch)
             )
         finally:
             for task in self._loop.tasks:
@@ -244,6 +252,7 @@ class SimulatedCluster:
         self,
         program: Callable[[Controller], Coroutine[Any, Any, object]],
         make_workers: Callable[[SimulatedCluster, int], Mapping[str, object]],
+        num_programs: int,
         timeouts: CallTimeouts | None,
         watch: RankWatch | None,
     ) -> SimulatedOutcome:
@@ -256,10 +265,10 @@ class SimulatedCluster:
         )
         for rank in self._ranks:
             rank.task = asyncio.ensure_future(
-                self._serve(rank, make_workers(self, rank.number))
+                self._serve(rank, make_workers(self, rank.number), num_programs)
             )
         self._controller_task = asyncio.ensure_future(
-            controller.run(program(controller))
+            _run_job(controller, program, num_programs)
         )
         await asyncio.wait({self._controller_task})
         self._controller_ends()
@@ -276,18 +285,28 @@ class SimulatedCluster:
         ends = tuple(map(_describe_end, self._ranks))
         return SimulatedOutcome(result, error, ends, self._loop.time(), self.num_events)
 
-    async def _serve(self, rank: _Rank, workers: Mapping[str, object]) -> str:
+    async def _serve(
+        self, rank: _Rank, workers: Mapping[str, object], num_programs: int
+    ) -> str:
         await asyncio.sleep(self.random.uniform(*self.latencies.join))
+        end = _RankEnd(self, rank)
         try:
-            served = await serve(
-                rank.number,
-                _RankEnd(self, rank),
-                workers,
-                _SimulatedMover(self, rank),
-                rank.board,
-                dialogue=rank.dialogue,
-            )
-            return served.reason
+            for number in range(num_programs):
+                if number:
+                    # What a rank does between programs, such as an export.
+                    await self.work(rank.number, self.latencies.between)
+                await serve(
+                    rank.number,
+                    end,
+                    workers,
+                    _SimulatedMover(self, rank),
+                    rank.board,
+                    dialogue=rank.dialogue,
+                )
+                if rank.reason:
+                    break
+            end.send(encode(Left()))
+            return rank.reason
         finally:
             self._process_ends(rank)
 
@@ -411,8 +430,9 @@ class SimulatedCluster:
             with contextlib.suppress(_ProcessEnded):
                 self._send_up(rank, encode(rank.board.answer(decoded.question)))
             return
-        rank.inbox.put_nowait(message)
+        rank.inbox.put_nowait(decoded)
         if isinstance(decoded, End) and decoded.reason:
+            rank.reason = rank.reason or decoded.reason
             self._loop.call_later(LEAVES_AFTER, self._end_stuck, rank)
 
     def _close_at_rank(self, rank: _Rank) -> None:
@@ -461,6 +481,22 @@ class SimulatedCluster:
         return received
 
 
+async def _run_job(
+    controller: Controller,
+    program: Callable[[Controller], Coroutine[Any, Any, object]],
+    num_programs: int,
+) -> object:
+    """Run the programs of a job; return what the last one returned."""
+    controller.start()
+    result: object = None
+    try:
+        for _ in range(num_programs):
+            result = await controller.run(program(controller))
+        return result
+    finally:
+        await controller.close()
+
+
 class _ControllerEnd:
     """Controller's end of all connections (`transport.ControllerTransport`)."""
 
@@ -486,7 +522,7 @@ class _RankEnd:
     def send(self, message: bytes) -> None:
         self._cluster._send_up(self._rank, message)
 
-    async def receive(self) -> bytes:
+    async def receive(self) -> ToRank:
         await self._cluster._stay_if_frozen(self._rank)
         message = await self._rank.inbox.get()
         await self._cluster._pass_event(self._rank)

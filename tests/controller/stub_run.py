@@ -344,10 +344,15 @@ def simulate(
     seed: int,
     steps: int = 2,
     faults: Sequence[Fault] = (),
+    num_programs: int = 1,
     disk: Disk | None = None,
     latencies: Latencies | None = None,
 ) -> Simulated:
-    """Run a program on a simulated cluster, from where the disk stands."""
+    """Run a program on a simulated cluster, from where the disk stands.
+
+    Args:
+        num_programs: programs that the job runs one after another, each for `steps` steps.
+    """
     disk = disk if disk is not None else Disk()
     trace: list[str] = []
     cluster = SimulatedCluster(num_ranks, seed, faults=faults, latencies=latencies)
@@ -359,7 +364,10 @@ def simulate(
     def start(controller: Controller) -> Coroutine[Any, Any, int]:
         rollout = RolloutGroup("rollout", layout.rollout, controller)
         actor = ActorGroup("actor", layout.actor, controller)
-        return PROGRAMS[program](Run(rollout, actor, disk, steps))
+        last = min(disk.committed + steps, num_programs * steps)
+        return PROGRAMS[program](Run(rollout, actor, disk, last))
 
-    outcome = cluster.run(start, make_workers, timeouts=TIMEOUTS)
+    outcome = cluster.run(
+        start, make_workers, num_programs=num_programs, timeouts=TIMEOUTS
+    )
     return Simulated(outcome, disk, trace)

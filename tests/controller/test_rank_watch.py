@@ -63,7 +63,6 @@ def run(
         is_inside = rank in since
         waited = cluster._loop.time() - since.get(rank, 0.0)
         return Heartbeat(
-            number=0.0,
             doing="step 1: actor_update" if is_inside else "start",
             seconds=waited,
             waits_for="ranks" if rank == 0 and is_inside else "",

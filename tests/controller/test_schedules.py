@@ -168,6 +168,29 @@ def test_every_fault_ends_the_run_and_it_resumes(case: tuple[str, str]) -> None:
     )
 
 
+def test_a_job_of_several_programs() -> None:
+    """Faults at every event, also between the programs. The weights are those of one long program."""
+    layout, num_ranks = LAYOUTS["split"], NUM_RANKS["split"]
+    run_both = functools.partial(
+        simulate, "on_policy", layout, num_ranks, steps=STEPS // 2, num_programs=2
+    )
+    clean = run_both(seed=0)
+    assert (
+        clean.outcome.result == clean_run("on_policy", "split").outcome.result
+        and clean.outcome.rank_ends == ("",) * num_ranks
+    )
+    between = 0
+    for event in range(0, clean.outcome.num_events, 2):
+        for kind in (*RANK_FAULTS, "kill_controller"):
+            faults = [Fault(kind, rank=event % num_ranks, event=event)]
+            run = run_both(seed=event, faults=faults)
+            check_end(run, clean.outcome.result, faults)
+            between += run.outcome.error is not None and "is gone" in str(
+                run.outcome.error
+            )
+    assert between > 10, "faults hardly ever come between two programs"
+
+
 def test_many_ranks() -> None:
     """1,024 ranks: without a fault, with a lost rank, and with a frozen one."""
     layout = Layout.split(1024)

@@ -206,7 +206,7 @@ class HostReads:
 
     The device runs behind the host; each of these makes the host wait until it has
     caught up, and with it for the collectives that were launched before. `unknown` are
-    those that liveness would take for work: the lines that ask. `sent` are copies the
+    those that the watch would take for work: the lines that ask. `sent` are copies the
     other way: one that is not `non_blocking` waits as a read does, and one from
     pageable memory may (CUDA's "API synchronization behavior").
     """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import runpy
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from megaverl.distributed.heartbeat import (
     Heartbeat,
     blame,
     is_behind,
-    who_is_gone,
+    who_is_silent,
     who_stalls,
 )
 
@@ -25,7 +27,6 @@ LIMIT = 4.0  # seconds that a rank may wait
 
 def beat(**changes: object) -> Heartbeat:
     values = {
-        "number": 1.0,
         "doing": "x",
         "seconds": 3.0,
         "waits_for": "ranks" if changes.get("waited") else "",
@@ -72,17 +73,15 @@ def test_whom_the_others_wait_for() -> None:
     )
 
 
-def test_who_is_gone_and_who_is_silent() -> None:
-    beats = {0: beat(pid=1), 1: beat(pid=2), 2: beat(pid=2, left=True), 3: beat(pid=3)}
-    told = who_is_gone(
-        beats, {3: 9.0}, 5.0, "rank {}".format, lambda one: one.pid == 2
-    )[1]
-    assert (
-        told.startswith("rank 1 is gone: it was in x")
-        and "rank 3 has not been heard of for 9 s" in told
+def test_who_is_silent() -> None:
+    beats = {0: beat(), 1: beat(left=True), 2: beat(doing="values")}
+    ranks, told = who_is_silent(beats, {0: 4.0, 1: 9.0, 2: 9.0}, 5.0, "rank {}".format)
+    assert ranks == [2]
+    assert told.startswith(
+        "rank 2 has not been heard of for 9 s: it was in values for 3 s"
     )
-    assert "rank 0" not in told and "rank 2" not in told
-    assert Heartbeat.from_json(beats[0].to_json()) == beats[0]
+    written = json.dumps(asdict(beats[2]))
+    assert Heartbeat.from_json(written) == beats[2]
 
 
 def at(

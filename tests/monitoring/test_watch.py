@@ -32,7 +32,7 @@ def shown(view: RunView) -> str:
 
 
 def beat(doing: str, waits_for: str = "", waited: float = 0.0) -> Heartbeat:
-    return Heartbeat(1.0, doing, 3.0, waits_for, waited, "loop.py:1", "host", 1)  # type: ignore[arg-type]
+    return Heartbeat(doing, 3.0, waits_for, waited, "loop.py:1", "host", 1)  # type: ignore[arg-type]
 
 
 def record(tracker: Tracker, step: int) -> None:

@@ -9,7 +9,6 @@ from tools.bench_control import (
     KINDS,
     agreement_table,
     placement_of,
-    rest_table,
     socket_table,
 )
 
@@ -65,8 +64,6 @@ def test_beyond_some_ranks_there_is_no_mesh() -> None:
     assert lines[0].endswith("| 7.5, 2.5 | 15 |") and lines[2].endswith(
         "| 5,118, 2.5 | 5,240,320 |"
     )
-    rest = rest_table({2: [{"rest": {"requests": 1.5, "processor_ms": 0.7}}] * 2})
-    assert rest[-1] == "| 2 | 1.5, 1.5, 3 | 0.7, 0.7 |"
 
 
 def test_roles_that_are_apart_have_half_of_the_ranks_each() -> None:

@@ -75,7 +75,7 @@ def init_distributed(config: Description) -> WatchedJob:
         config: configuration of the run, in any form that a trainer takes.
 
     Returns:
-        The job, with `context` (placement and communication) and `liveness` (state of the other ranks).
+        The job, with `context` (placement and communication) and `connection` (to its controller).
 
     Raises:
         ConfigError: the configuration is invalid, or needs more ranks than the job has.
@@ -135,7 +135,7 @@ def _check_code(config: Config, job: WatchedJob) -> None:
     """
     if config in _Joined.checked:
         return
-    job.liveness.status("checking code and data")
+    job.connection.status("checking code and data")
     with _as_a_program():
         check_in_ranks(config, "train", job.context.control)
     _Joined.checked.append(config)
@@ -162,7 +162,7 @@ def explained() -> Iterator[None]:
                 raise
             # Code of a model or library called sys.exit. The program has not finished,
             # so it must not use that exit code.
-            explanation = None if job is None else job.liveness.explain(error)
+            explanation = None if job is None else job.connection.explain(error)
             raise TrainingStopped(
                 explanation or f"code inside the run raised {describe(error)}."
             ) from error
@@ -170,7 +170,7 @@ def explained() -> Iterator[None]:
             if job is None or job.context.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             raise SystemExit(error.code) from error
-        if job is not None and (verdict := job.liveness.explain(error)):
+        if job is not None and (verdict := job.connection.explain(error)):
             raise TrainingStopped(verdict) from error
         raise
 
@@ -186,20 +186,20 @@ def _leave() -> None:
     if job is None:
         return
     if error is not None:
-        job.liveness.explain(error)
+        job.connection.explain(error)
         return
-    job.liveness.status("the end of its program")
+    job.connection.status("the end of its program")
     try:
         barrier(job.context.control)
     except TrainingStopped as broken:
         print(
-            f"error: {job.liveness.explain(broken) or broken}",
+            f"error: {job.connection.explain(broken) or broken}",
             file=sys.stderr,
             flush=True,
         )
         remove_temporary_folder()
         os._exit(1)
-    job.liveness.leave()
+    job.connection.leave()
     job.context.messages.close()
     dist.destroy_process_group()
 

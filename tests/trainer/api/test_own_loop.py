@@ -110,7 +110,7 @@ def test_the_first_program_as_it_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "codes", "told"),
     [
-        ("killed", [1, -9], "TrainingStopped: rank 1 is gone"),
+        ("killed", [1, -9], "TrainingStopped: rank 1 was lost in rollout.generate"),
         (
             "failed",
             [1, 1],
