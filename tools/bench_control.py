@@ -252,7 +252,7 @@ def placement_of(size: int, *, apart: bool) -> ResolvedPlacement:
     )
     worlds_of = (actor, rollout) if apart else (actor,)
     return ResolvedPlacement(
-        size, ranks, worlds_of, (ranks["actor"],), (Node("node", size),), (0,) * size
+        size, ranks, worlds_of, (ranks["actor"],), (Node("node", size),)
     )
 
 

@@ -142,7 +142,7 @@ def _continuation_issues(config: Config) -> Issues:
         "rollout.partial": rollout.partial is not None,
         "rollout.in_flight_updates": rollout.in_flight_updates,
     }
-    rounds = config.algorithm.dynamic_sampling.metric is not None
+    rounds = config.samples_in_rounds
     for switch in (key for key, is_set in switches.items() if is_set):
         yield from conflict_issues(
             switch,

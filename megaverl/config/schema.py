@@ -281,6 +281,16 @@ class Config(Section):
         return self.estimator_reads("implicit_rewards") or self.mixes_reward_model
 
     @property
+    def reshard_minutes(self) -> float:
+        """Return how long a transfer of weights waits for another rank."""
+        return self.reshard.timeout_minutes or self.run.timeout_minutes
+
+    @property
+    def samples_in_rounds(self) -> bool:
+        """Return whether steps sample in rounds of generating and scoring (dynamic sampling)."""
+        return self.algorithm.dynamic_sampling.metric is not None
+
+    @property
     def mixes_reward_model(self) -> bool:
         """Return whether an entry of `mix` trains a reward model of `reward`."""
         return any(entry.update == "reward_model" for entry in self.mix)

@@ -106,10 +106,21 @@ def _fills() -> dict[str, float | bool]:
 
 
 class Heard(NamedTuple):
-    """Message received from a rank on the host."""
+    """Message of rows from a rank: header, host data, and a buffer for device data, if any follows."""
 
     header: bytes
     payload: Tensor
+    on_device: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the number of bytes of the rows."""
+        parts = (self.payload, self.on_device)
+        return sum(part.numel() for part in parts if part is not None)
+
+    def unpack(self) -> RaggedBatch:
+        """Return the rows. Their device data must have been received."""
+        return RaggedBatch.unpack(self.header, self.payload, _fills(), self.on_device)
 
 
 def move_ragged(
@@ -120,52 +131,47 @@ def move_ragged(
     # All host messages are sent before any is awaited, so two ranks that send to each
     # other do not deadlock.
     sent, device_data = _send_from_host(context, moving, ragged)
-    received, device_buffers = _hear(context, moving)
+    received = _hear(context, moving)
     if context.rows is not None:
-        Channel(context, moving.name).exchange(
-            context.rows, device_data, device_buffers
-        )
+        buffers = {
+            source: heard.on_device
+            for source, heard in received.items()
+            if heard.on_device is not None
+        }
+        Channel(context, moving.name).exchange(context.rows, device_data, buffers)
     # After the receives: a sender's memory is free once the message is taken.
     sent.wait()
-    return _merged(context, moving, ragged, received, device_buffers)
+    return _merged(context, moving, ragged, received)
 
 
 def send_whole(
     context: JobContext,
     name: str,
-    dest: Sequence[int],
+    dest: int,
     head: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> PendingSends:
-    """Start sending whole tensors to several ranks, after a JSON header.
+    """Start sending whole tensors to a rank, after a JSON header.
 
     Tensors on the host go from host to host, others from device to device, as rows do.
     """
-    sent = PendingSends()
     channel = Channel(context, name)
-    # Receivers that are reached through the same device get the same bytes, which are
-    # packed once.
-    ranks_by_device: dict[torch.device | None, list[int]] = {}
-    for rank in dest:
-        device = context.device_between(context.rank, rank)
-        ranks_by_device.setdefault(device, []).append(rank)
-    for device, ranks in ranks_by_device.items():
-        device_tensors = {}
-        host_tensors = {}
-        for key, tensor in tensors.items():
-            if tensor.device == device:
-                device_tensors[key] = tensor
-            else:
-                host_tensors[key] = tensor.cpu()
-        parts, payload = pack_tensors(host_tensors)
-        device_parts, device_payload = pack_tensors(device_tensors)
-        header = {**head, "parts": parts, "on_device": device_parts}
-        for rank in ranks:
-            # The header tells the receivers how many bytes follow, and where.
-            sent.add(send_json(context, name, rank, header))
-        sent.add(channel.send_to(ranks, payload))
-        if context.rows is not None:
-            sent.add(channel.send(context.rows, dict.fromkeys(ranks, device_payload)))
+    device = context.device_between(context.rank, dest)
+    device_tensors = {}
+    host_tensors = {}
+    for key, tensor in tensors.items():
+        if tensor.device == device:
+            device_tensors[key] = tensor
+        else:
+            host_tensors[key] = tensor.cpu()
+    parts, payload = pack_tensors(host_tensors)
+    device_parts, device_payload = pack_tensors(device_tensors)
+    # The header tells the receiver how many bytes follow, and where.
+    header = {**head, "parts": parts, "on_device": device_parts}
+    sent = send_json(context, name, dest, header)
+    sent.add(channel.send_to([dest], payload))
+    if context.rows is not None:
+        sent.add(channel.send(context.rows, {dest: device_payload}))
     return sent
 
 
@@ -212,7 +218,6 @@ def _merged(
     moving: Moving,
     ragged: RaggedBatch | None,
     heard_by_source: Mapping[int, Heard],
-    on_device: Mapping[int, Tensor],
 ) -> RaggedBatch | None:
     """Return this rank's rows from its own and all received ones."""
     if not moving.receives:
@@ -233,14 +238,10 @@ def _merged(
         )
     for move in moving.moves:
         if move.dest == context.rank:
-            message = heard_by_source[move.source]
-            received = RaggedBatch.unpack(
-                message.header, message.payload, _fills(), on_device.get(move.source)
-            )
             parts.append(
                 (
                     [place_wanted[row] for row in move.rows],
-                    received,
+                    heard_by_source[move.source].unpack(),
                     range(len(move.rows)),
                 )
             )
@@ -281,32 +282,28 @@ def _send_from_host(
     return sent, device_data
 
 
-def _hear(
-    context: JobContext, moving: Moving
-) -> tuple[dict[int, Heard], dict[int, Tensor]]:
-    """Receive headers and host data from every sender. Returns them, and buffers for the device data that follows."""
-    channel = Channel(context, moving.name)
+def _hear(context: JobContext, moving: Moving) -> dict[int, Heard]:
+    """Receive headers and host data from every sender, by sender."""
     received: dict[int, Heard] = {}
-    device_buffers: dict[int, Tensor] = {}
     for move in moving.moves:
-        if move.dest != context.rank:
-            continue
-        source = move.source
-        # Blocks until the sender's header and host data are here.
-        parts = channel.receive_from(source)
-        if len(parts) != 2:
-            raise DataError(
-                f"{moving.name}: {context.describe(source)} sent data that are not rows"
-            )
-        header, payload = parts
-        message = Heard(header.numpy().tobytes(), payload)
-        received[source] = message
-        context.traffic.received += payload.numel()
-        num_device_bytes = num_bytes_on_device(message.header)
-        if num_device_bytes is not None:
-            device = context.device_between(source, context.rank)
-            device_buffers[source] = torch.empty(
-                num_device_bytes, dtype=torch.uint8, device=device
-            )
-            context.traffic.received += num_device_bytes
-    return received, device_buffers
+        if move.dest == context.rank:
+            heard = received[move.source] = hear(context, moving.name, move.source)
+            context.traffic.received += heard.num_bytes
+    return received
+
+
+def hear(context: JobContext, name: str, source: int) -> Heard:
+    """Receive header and host data of rows from a rank, and allocate a buffer for the device data that follows."""
+    # Blocks until the sender's header and host data are here.
+    parts = Channel(context, name).receive_from(source)
+    if len(parts) != 2:
+        raise DataError(
+            f"{name}: {context.describe(source)} sent data that are not rows"
+        )
+    header, payload = parts[0].numpy().tobytes(), parts[1]
+    size = num_bytes_on_device(header)
+    # Without device data the header has no size for it, and no second receive follows.
+    if size is None:
+        return Heard(header, payload)
+    device = context.device_between(source, context.rank)
+    return Heard(header, payload, torch.empty(size, dtype=torch.uint8, device=device))

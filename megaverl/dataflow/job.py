@@ -73,12 +73,9 @@ def _join(places: Places) -> JobContext:
     roles = {"coordinator": (0,)} | {
         role: tuple(ranks) for role, ranks in places.items()
     }
-    node_of = tuple(
-        number for number, node in enumerate(nodes) for _ in range(node.size)
-    )
     role_group = RoleGroup("flow on ranks " + ranks_text(every), every, tuple(roles))
     context = join(
-        ResolvedPlacement(size, roles, (role_group,), (every,), nodes, node_of),
+        ResolvedPlacement(size, roles, (role_group,), (every,), nodes),
         store,
         rank,
         TIMEOUT,

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megaverl.controller.messages import RowTransfer
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batch_fields import FIELDS
-from megaverl.data.row_transfer import as_ragged, receive_whole, send_whole
+from megaverl.data.row_transfer import as_ragged, hear, receive_whole, send_whole
 from megaverl.distributed.channels import Channel, PendingSends, receive_json, send_json
 from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.ragged import (
     RaggedBatch,
     flattened,
-    num_bytes_on_device,
     put_together,
 )
 
-_FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}
 _IS_BATCH = {"is": "batch"}  # header of a batch
 
 
@@ -58,7 +54,7 @@ class ValueMover:
             return
         tensors: dict[str, Tensor] = {}
         head: Mapping[str, Any] = {"value": flattened(value, tensors, self._known)}
-        self._sent.add(send_whole(context, name, [move.dest], head, tensors))
+        self._sent.add(send_whole(context, name, move.dest, head, tensors))
 
     async def receive(self, move: RowTransfer, present: object | None) -> object:
         """Receive the value of a move and return it."""
@@ -98,24 +94,11 @@ class ValueMover:
 
     def _receive_rows(self, move: RowTransfer) -> tuple[RaggedBatch, int]:
         """Receive rows. Return them and their number of bytes."""
-        context = self._context
-        channel = Channel(context, name_of(move))
-        header_bytes, payload = channel.receive_from(move.source)
-        # Without device data the header has no size for it, and no second receive
-        # follows.
-        header = header_bytes.numpy().tobytes()
-        num_bytes = payload.numel()
-        on_device: Tensor | None = None
-        size = num_bytes_on_device(header)
-        if size is not None and context.rows is not None:
-            on_device = torch.empty(
-                size,
-                dtype=torch.uint8,
-                device=context.device_between(move.source, context.rank),
-            )
-            channel.receive(context.rows, {move.source: on_device})
-            num_bytes += size
-        return RaggedBatch.unpack(header, payload, _FILLS, on_device), num_bytes
+        context, name = self._context, name_of(move)
+        heard = hear(context, name, move.source)
+        if heard.on_device is not None and context.rows is not None:
+            Channel(context, name).receive(context.rows, {move.source: heard.on_device})
+        return heard.unpack(), heard.num_bytes
 
 
 def name_of(move: RowTransfer) -> str:

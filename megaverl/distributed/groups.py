@@ -100,11 +100,6 @@ class Grid:
         return group
 
     @property
-    def dp_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self.pg_collection.dp
-        return group
-
-    @property
     def dimensions(self) -> dict[str, str]:
         """Return name of a group of this rank -> its dimension. Groups of one rank are left out."""
         dimensions: dict[str, str] = {}

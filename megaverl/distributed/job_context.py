@@ -179,7 +179,7 @@ def default_group_context(roles: Sequence[str], timeout: timedelta) -> JobContex
     role_group = RoleGroup("the default group", every, tuple(roles))
     nodes = (Node("this job", size),)
     placement = ResolvedPlacement(
-        size, dict.fromkeys(roles, every), (role_group,), (every,), nodes, (0,) * size
+        size, dict.fromkeys(roles, every), (role_group,), (every,), nodes
     )
     control = group if platform.backend == "gloo" else _hosts_of_all(timeout)
     store = distributed_c10d._get_default_store()

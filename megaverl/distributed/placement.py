@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from megaverl.errors import ConfigError
@@ -250,12 +251,17 @@ class ResolvedPlacement:
     role_groups: tuple[RoleGroup, ...]
     islands: tuple[tuple[int, ...], ...]
     nodes: tuple[Node, ...]
-    _node_of: tuple[int, ...] = field(default=(), repr=False, compare=False)
     notes: tuple[str, ...] = ()
 
+    @cached_property
+    def _nodes_of_ranks(self) -> tuple[int, ...]:
+        return tuple(
+            number for number, node in enumerate(self.nodes) for _ in range(node.size)
+        )
+
     def node_of(self, rank: int) -> int:
-        """Return the number of the node of a rank."""
-        return self._node_of[rank]
+        """Return the number of the node of a rank. Ranks are numbered node by node."""
+        return self._nodes_of_ranks[rank]
 
     def role_group_of(self, rank: int) -> RoleGroup:
         """Return the role group of a rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, combinations
 
 from megaverl.distributed.grid import GridSizes, grid_problem
@@ -100,35 +101,31 @@ def smallest_world(
     return next(fitting, None)
 
 
+@dataclass
 class _Resolving:
     """State of one `resolve` call: the ranks that are assigned so far, and the problems."""
 
-    def __init__(
-        self,
-        wanted: dict[str, Wanted],
-        size: int,
-        grids: Mapping[str, GridSizes | None],
-        nodes: tuple[Node, ...],
-        islands: int,
-    ) -> None:
-        self.wanted, self.size, self.grids, self.nodes, self.islands = (
-            wanted,
-            size,
-            grids,
-            nodes,
-            islands,
-        )
+    wanted: dict[str, Wanted]
+    size: int
+    grids: Mapping[str, GridSizes | None]
+    nodes: tuple[Node, ...]
+    islands: int
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    problems: list[PlacementProblem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self.roles = [
-            role for role in ROLES if role in grids or role in ("actor", "coordinator")
+            role
+            for role in ROLES
+            if role in self.grids or role in ("actor", "coordinator")
         ]
         # Nodes have consecutive ranks, in their order.
-        ends = accumulate(node.size for node in nodes)
+        ends = accumulate(node.size for node in self.nodes)
         self.node_ranks = [
-            range(end - node.size, end) for node, end in zip(nodes, ends, strict=True)
+            range(end - node.size, end)
+            for node, end in zip(self.nodes, ends, strict=True)
         ]
-        self.ranks: dict[str, tuple[int, ...]] = {}
-        self.problems: list[PlacementProblem] = []
-        self.notes: list[str] = []
 
     def run(self) -> ResolvedPlacement:
         self._check_nodes()
@@ -165,11 +162,6 @@ class _Resolving:
             tuple(self._role_groups()),
             self._islands_of(self.ranks["actor"]),
             self.nodes,
-            tuple(
-                number
-                for number, node in enumerate(self.nodes)
-                for _ in range(node.size)
-            ),
             tuple(self.notes),
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,9 @@ def put_back(
 def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type]) -> Any:
     """Return `value` as JSON, and move its tensors into `tensors` under new names.
 
+    Plain values stay as they are. Everything else becomes a pair of its kind and its
+    content.
+
     Args:
         known: name -> dataclass that may be sent.
 
@@ -99,82 +102,63 @@ def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type])
     if isinstance(value, Tensor):
         key = f"tensor {len(tensors)}"
         tensors[key] = value
-        return {"tensor": key}
+        return ["tensor", key]
     if isinstance(value, list | tuple):
         # JSON has one kind of sequence, so the header says which one it was.
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [flattened(part, tensors, known) for part in value]}
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {
-            "dict": {
-                key: flattened(part, tensors, known) for key, part in value.items()
-            }
-        }
-    if isinstance(value, Mapping) and all(type(key) is int for key in value):
-        # JSON keys are strings, so integer keys become pairs.
-        return {
-            "by number": [
-                [key, flattened(part, tensors, known)] for key, part in value.items()
-            ]
-        }
-    name = type(value).__name__
+        return [kind, [flattened(part, tensors, known) for part in value]]
+    kind = type(value).__name__
     # Only listed classes are sent: the receiver constructs nothing that a header alone
     # names.
-    if known.get(name) is type(value) and is_dataclass(value):
-        attributes = {
-            attribute.name: getattr(value, attribute.name)
-            for attribute in fields(value)
-        }
-        parts = {
-            key: flattened(part, tensors, known) for key, part in attributes.items()
-        }
-        return {"of": name, "dict": parts}
-    raise DataError(
-        f"a {name} cannot go to other ranks: give tensors, batches, plain values, or lists and mappings of them"
-    )
+    if known.get(kind) is type(value):
+        entries: Mapping[Any, Any] = vars(value)
+    elif isinstance(value, Mapping) and all(
+        isinstance(key, str) or type(key) is int for key in value
+    ):
+        kind, entries = "dict", value
+    else:
+        raise DataError(
+            f"a {kind} cannot go to other ranks: give tensors, batches, plain values, or lists and mappings of them"
+        )
+    # Pairs, because JSON keys are strings.
+    return [
+        kind,
+        [[key, flattened(part, tensors, known)] for key, part in entries.items()],
+    ]
 
 
 def put_together(
     value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]
 ) -> Any:
     """Undo `flattened`."""
-    if not isinstance(value, dict):
+    if not isinstance(value, list):
         return value
-    if "tensor" in value:
-        return tensors[value["tensor"]]
-    if "list" in value:
-        return [put_together(part, tensors, known) for part in value["list"]]
-    if "tuple" in value:
-        return tuple(put_together(part, tensors, known) for part in value["tuple"])
-    if "by number" in value:
-        return {
-            key: put_together(part, tensors, known) for key, part in value["by number"]
-        }
-    entries = {
-        key: put_together(part, tensors, known) for key, part in value["dict"].items()
-    }
-    if "of" in value:
-        return known[value["of"]](**entries)
-    return entries
+    kind, content = value
+    if kind == "tensor":
+        return tensors[content]
+    if kind in ("list", "tuple"):
+        parts = [put_together(part, tensors, known) for part in content]
+        return parts if kind == "list" else tuple(parts)
+    entries = {key: put_together(part, tensors, known) for key, part in content}
+    return entries if kind == "dict" else known[kind](**entries)
 
 
 DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.int64,
-        torch.float32,
-        torch.int32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int16,
-        torch.uint8,
-        torch.int8,
-        torch.bool,
+    name: getattr(torch, name)
+    for name in (
+        "float64",
+        "int64",
+        "float32",
+        "int32",
+        "bfloat16",
+        "float16",
+        "int16",
+        "uint8",
+        "int8",
+        "bool",
     )
 }
 _SHARED = "shared/"
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], Tensor]:
@@ -189,11 +173,12 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], Tensor
     chunks = []
     widest_first = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     for name, tensor in widest_first:
-        if tensor.dtype not in _NAMES:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
             raise DataError(
                 f"'{name}' is of {tensor.dtype}, which does not travel; dtypes that do: {', '.join(DTYPES)}"
             )
-        entries.append([name, _NAMES[tensor.dtype], list(tensor.shape)])
+        entries.append([name, dtype, list(tensor.shape)])
         chunks.append(tensor.detach().contiguous().flatten().view(torch.uint8))
     # torch.cat refuses an empty list.
     payload = torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8)

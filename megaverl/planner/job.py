@@ -263,11 +263,10 @@ class PlannedJob:
         made_together = (
             config.environment.name is not None or config.rollout.function is not None
         )
-        in_rounds = config.algorithm.dynamic_sampling.metric is not None
         if (
             self.placement.is_colocated
             and set(signature.inputs) <= OF_GROUPS
-            and not (made_together or in_rounds)
+            and not (made_together or config.samples_in_rounds)
         ):
             # A rank then holds only its equal part of the samples, and those that each
             # role works on (`trainer/sample_routing.py`).

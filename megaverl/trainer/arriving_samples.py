@@ -16,16 +16,13 @@ from contextlib import AbstractContextManager
 
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batch_fields import FIELDS
 from megaverl.data.batching import rows_of_rank
-from megaverl.data.row_transfer import as_ragged
+from megaverl.data.row_transfer import Heard, as_ragged
 from megaverl.distributed.channels import Channel, PendingSends
 from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.placement import ResolvedPlacement
-from megaverl.distributed.ragged import RaggedBatch
 
 _NAME = "arriving samples"
-_FILLS: dict[str, float | bool] = {name: field.fill for name, field in FIELDS.items()}
 
 
 def can_arrive(config: Config, placement: ResolvedPlacement) -> bool:
@@ -37,7 +34,7 @@ def can_arrive(config: Config, placement: ResolvedPlacement) -> bool:
         # A function returns all responses at once.
         or config.rollout.function is not None
         or config.rollout.in_flight_updates
-        or config.algorithm.dynamic_sampling.metric is not None
+        or config.samples_in_rounds
         or config.trainer.replay_rollouts is not None
         # Operators may change responses before they are scored.
         or bool(config.trainer.operators)
@@ -64,7 +61,7 @@ class SampleSender:
         """Start to send one sample."""
         self._sent.forget_done()
         ragged = as_ragged(sample.tensors, sample, sample.columns).on_host()
-        header, payload, _ = ragged.pack([0], None)
+        header, payload, _ = ragged.pack([0])
         self._sent.add(
             self._channel.send_to(
                 [self._scorer_of(row)], row.to_bytes(8, "little"), header, payload
@@ -109,7 +106,7 @@ def receive_samples(
                 pending.remove(source)
                 continue
             row, header, payload = parts
-            ragged = RaggedBatch.unpack(header.numpy().tobytes(), payload, _FILLS, None)
+            ragged = Heard(header.numpy().tobytes(), payload).unpack()
             yield (
                 int.from_bytes(row.numpy().tobytes(), "little"),
                 RolloutBatch(ragged.tensors, ragged.columns),

@@ -597,10 +597,7 @@ class Builder:
 
     @property
     def _reshard_timeout(self) -> timedelta:
-        return timedelta(
-            minutes=self.config.reshard.timeout_minutes
-            or self.config.run.timeout_minutes
-        )
+        return timedelta(minutes=self.config.reshard_minutes)
 
     def learned_reward(self) -> TrainableModel:
         """Create the reward model of `reward` that the run trains itself."""
@@ -728,12 +725,9 @@ class Builder:
         reward.begin(TrainerState(0, config.trainer.steps, 0.0))
         # Dynamic sampling selects samples after scoring, so it is not known yet which
         # ones the records will show.
-        is_chosen = config.algorithm.dynamic_sampling.metric is not None
-        num_shown = (
-            None
-            if is_chosen and config.trainer.save_samples
-            else config.trainer.save_samples
-        )
+        num_shown: int | None = config.trainer.save_samples
+        if num_shown and config.samples_in_rounds:
+            num_shown = None
         return RewardRole(reward, self.tokenizer, default_group(), learned, num_shown)
 
     def _reward_model(

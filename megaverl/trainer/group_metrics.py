@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaverl.distributed.channels import PendingSends, receive_json, send_json
@@ -21,15 +22,15 @@ OF_A_RANK = (
 )
 
 
+@dataclass
 class SharedMetrics:
     """Metrics of a rank that has all roles. They represent all ranks, so nothing is collected.
 
-    Args:
+    Attributes:
         writes_timeline: whether this rank writes its timeline.
     """
 
-    def __init__(self, *, writes_timeline: bool) -> None:
-        self._writes_timeline = writes_timeline
+    writes_timeline: bool
 
     def measure(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
         """Return the metrics with those of the process's memory."""
@@ -51,7 +52,7 @@ class SharedMetrics:
 
     def write_timeline(self, timeline: Timeline, run_dir: Path) -> None:
         """Write the timeline of this rank, if it represents all ranks."""
-        if self._writes_timeline:
+        if self.writes_timeline:
             timeline.export(run_dir / "timeline.json")
 
     def join_timelines(self, run_dir: Path) -> None:

@@ -40,7 +40,7 @@ from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.distributed.store import job_store
-from megaverl.errors import SAVED_AND_LEFT, ConfigError
+from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.monitoring.tracker import installed
@@ -242,14 +242,13 @@ class RanksFile:
             os.replace(part, self._path)
 
 
+@dataclass
 class Stages:
     """Named stages of a step, entered one after another.
 
-    Args:
+    Attributes:
         timeline: records a span for each stage.
         job: its controller learns each stage, with the step if there is one.
-
-    Attributes:
         step: running step, counted from 1, or None between steps.
 
     Example:
@@ -258,9 +257,9 @@ class Stages:
             generate()
     """
 
-    def __init__(self, timeline: Timeline, job: Job) -> None:
-        self.timeline, self.job = timeline, job
-        self.step: int | None = None
+    timeline: Timeline
+    job: Job
+    step: int | None = None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -292,15 +291,12 @@ class Leaving(Exception):
     """Exception that is raised on every rank of a run that was asked to leave and has saved.
 
     Attributes:
-        code: exit code of every rank. `errors.SAVED_AND_LEFT` if the same command continues the run.
+        code: exit code of every rank (`resuming.how_to_go_on`).
     """
 
-    code = SAVED_AND_LEFT
-
-    def __init__(self, text: str, code: int | None = None) -> None:
+    def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
-        if code is not None:
-            self.code = code
+        self.code = code
 
 
 class PreemptionHandler:
@@ -309,14 +305,16 @@ class PreemptionHandler:
     The signal reaches the run's program with the rank's next reply, and the program
     leaves at a safe point.
 
+    Attributes:
+        number: number of the signal that this rank has received, or 0.
+
     Example:
         leave = PreemptionHandler()
         with leave.listening():
             serve_program(program, workers, leave=leave, ...)
     """
 
-    def __init__(self) -> None:
-        self._signal = 0
+    number = 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -328,13 +326,8 @@ class PreemptionHandler:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    @property
-    def number(self) -> int:
-        """Return the number of the signal that this rank has received, or 0."""
-        return self._signal
-
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+        self.number = number
 
 
 @contextmanager

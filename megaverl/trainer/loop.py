@@ -35,7 +35,7 @@ from megaverl.trainer.job import (
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE
 from megaverl.trainer.program import begin_given, give_rollouts, take_given_step, train
 from megaverl.trainer.replanning import Replanning
-from megaverl.trainer.resuming import GoingOn
+from megaverl.trainer.resuming import how_to_go_on
 from megaverl.trainer.roles import make_roles
 from megaverl.trainer.run_state import RunState
 from megaverl.trainer.saving import (
@@ -54,6 +54,7 @@ from megaverl.trainer.validation import Validation
 from megaverl.trainer.waiting_samples import read_waiting
 from megaverl.workers import RemoteWorker
 from megaverl.workers.decisions import counts_from_state
+from megaverl.workers.reward import Scores
 
 ROLLOUT_FILE = "rollouts.safetensors"
 
@@ -282,7 +283,7 @@ class Trainer:
         if not self.served.has_shared:
             self.served.serve(lambda run: give_rollouts(run, step))
         batch = self.served.take_shared()
-        return self._rollouts(step, {"rollouts": batch}, self.step.measured(step))
+        return self._stored(step, batch, None, self.step.measured(step))
 
     def update(self, rollouts: StoredRollouts) -> dict[str, float]:
         """Score and train on a step's responses, then validate and save if due.
@@ -359,53 +360,58 @@ class Trainer:
         if self.stored is not None:
             with together(self.run_state.context.control):
                 if measured is not None and self.keeps_records:
-                    values = {"rollouts": measured.rollouts, "scores": measured.scores}
                     self.stored.append(
-                        self._rollouts(done - 1, values, measured.metrics)
+                        self._stored(
+                            done - 1,
+                            measured.rollouts,
+                            measured.scores,
+                            measured.metrics,
+                        )
                     )
         return measured.metrics if measured is not None else {}
 
-    def leave_run(self, signal: str, values: Mapping[str, Any]) -> None:
-        """Save a checkpoint with the samples of the running step, then leave. Collective over all ranks.
+    def leave_run(
+        self, signal: str, rollouts: RolloutBatch | None, scores: Scores | None
+    ) -> Leaving:
+        """Save a checkpoint with the samples of the running step. Collective over all ranks.
 
         Args:
             signal: name of the signal that asked the run to leave.
-            values: `rollouts` and `scores` of the running step, as far as they exist.
+            rollouts, scores: samples of the running step, as far as they exist.
+
+        Returns:
+            The exception with which every rank leaves.
 
         Raises:
-            Leaving: the run has saved.
             CheckpointError: the checkpoint could not be written.
         """
         cut_off = None
-        if values:
-            batch: RolloutBatch = values["rollouts"]
+        if rollouts is not None:
             # A checkpoint holds all samples, while this rank may hold only its own
             # rows.
-            whole = whole_on(batch, 0)
+            whole = whole_on(rollouts, 0)
             measured = self.step.measured(self.next_step)
-            cut_off = self._rollouts(
-                self.next_step, {**values, "rollouts": whole}, measured
-            )
-        self._leave(signal, cut_off)
-
-    def _leave(self, signal: str, cut_off: StoredRollouts | None) -> None:
+            cut_off = self._stored(self.next_step, whole, scores, measured)
         # A run that has trained nothing has no checkpoint to write. A second start
         # loses nothing.
         nothing_yet = self.next_step == 0 and cut_off is None
-        if nothing_yet:
-            progress = "nothing was trained yet"
-        else:
+        progress = "nothing was trained yet"
+        if not nothing_yet:
             if not self._save(self.next_step, wait=True, cut_off=cut_off):
                 raise CheckpointError(
                     f"{signal}: the run leaves, and could not save before."
                 )
             inside = f", inside step {self.next_step + 1}" if cut_off else ""
             progress = f"saved after {self.next_step} of {self.config.trainer.steps} steps{inside}"
-        going_on = GoingOn.of(self.config, has_saved=not nothing_yet)
-        raise Leaving(f"{signal}: {progress}; {going_on.advice}", going_on.code)
+        code, advice = how_to_go_on(self.config, has_saved=not nothing_yet)
+        return Leaving(f"{signal}: {progress}; {advice}", code)
 
-    def _rollouts(
-        self, step: int, values: Mapping[str, Any], metrics: Mapping[str, float]
+    def _stored(
+        self,
+        step: int,
+        rollouts: RolloutBatch,
+        scores: Scores | None,
+        metrics: Mapping[str, float],
     ) -> StoredRollouts:
         """Return the samples of a step so far, with the metrics that describe them."""
         # Other metrics belong to training and are measured when the step is repeated.
@@ -413,9 +419,7 @@ class Trainer:
             k: v for k, v in metrics.items() if k.startswith(("rollout/", "reward/"))
         }
         version = self.roles.sync.weight_version if self.roles.sync else 0
-        return StoredRollouts(
-            step, version, values["rollouts"], values.get("scores"), measured
-        )
+        return StoredRollouts(step, version, rollouts, scores, measured)
 
     # --- records and checkpoints --------------------------------------------------------------------------------------
 
@@ -476,28 +480,28 @@ class Trainer:
 
     def _state(self, cut_off: StoredRollouts | None) -> dict[str, Any]:
         sync, in_flight = self.roles.sync, self.roles.in_flight
-        return self.run_state.collect(
-            {
-                "next_step": self.next_step,
-                "steps": self.config.trainer.steps,
-                "kl": self.roles.kl_state(),
-                "sampler": self.prompts.state_dict(),
-                "tokenizer": tokenizer_digest(self.builder.tokenizer),
-                "weight_version": sync.weight_version if sync else 0,
-                "generation_budget": in_flight.budget
-                if in_flight and in_flight.measures
-                else None,
-                "best": self.validation.state_dict(),
-                "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl")
-                if self.keeps_records
-                else 0,
-                "cut_off": cut_off.facts() if cut_off else None,
-                "ahead": [],
-                "partial_groups": len(self.step.in_progress.groups)
-                if self.step.in_progress is not None
-                else 0,
-            }
-        )
+        of_reporter = {
+            "next_step": self.next_step,
+            "steps": self.config.trainer.steps,
+            "kl": self.roles.kl_state(),
+            "tokenizer": tokenizer_digest(self.builder.tokenizer),
+            "best": self.validation.state_dict(),
+            "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl")
+            if self.keeps_records
+            else 0,
+            "cut_off": cut_off.facts() if cut_off else None,
+        }
+        of_engines = {
+            "weight_version": sync.weight_version if sync else 0,
+            "generation_budget": in_flight.budget
+            if in_flight and in_flight.measures
+            else None,
+            "partial_groups": len(self.step.in_progress.groups)
+            if self.step.in_progress is not None
+            else 0,
+            "sampler": self.prompts.state_dict(),
+        }
+        return self.run_state.collect(of_reporter, of_engines)
 
     def resume(self) -> None:
         """Restore the checkpoint if there is one, then send the actor's weights to the engines."""

@@ -9,6 +9,7 @@ loss or learned reward), or on reference answers (supervised).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -33,20 +34,17 @@ def name_of_mix(config: Config, index: int) -> str:
     return f"mix_{index}_{config.mix[index].update}"
 
 
+@dataclass
 class Mix:
     """Additional updates of a run (`mix`).
 
-    Args:
+    Attributes:
         record: called with a name and the metrics of each update.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        roles: Roles,
-        record: Callable[[str, Metrics], None],
-    ) -> None:
-        self.config, self._roles, self.record = config, roles, record
+    config: Config
+    _roles: Roles
+    record: Callable[[str, Metrics], None]
 
     @property
     def actor(self) -> Actor:

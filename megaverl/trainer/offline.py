@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 from types import NoneType
@@ -41,7 +42,7 @@ from megaverl.trainer.job import (
     Stages,
     kept_objects,
 )
-from megaverl.trainer.resuming import GoingOn
+from megaverl.trainer.resuming import how_to_go_on
 from megaverl.trainer.saving import Records, Saving, settle_file, tokenizer_digest
 from megaverl.trainer.serving import serve_program
 from megaverl.trainer.trainer_engines import make_trainable
@@ -290,13 +291,18 @@ class OfflineTrainer(ABC):
         self.saving.report_resumed(self.next_step, self.steps, "", self.trained)
 
 
+@dataclass
 class TrainerWorker:
-    """Worker of one rank: the methods that `TrainerGroup` calls."""
+    """Worker of one rank: the methods that `TrainerGroup` calls.
 
-    def __init__(self, trainer: OfflineTrainer) -> None:
-        self._trainer = trainer
-        self._metrics: dict[str, float] = {}  # of the last step
-        self._validated: dict[str, float] = {}  # of a validation after it
+    Attributes:
+        _metrics: metrics of the last step.
+        _validated: metrics of a validation after it.
+    """
+
+    _trainer: OfflineTrainer
+    _metrics: dict[str, float] = field(default_factory=dict)
+    _validated: dict[str, float] = field(default_factory=dict)
 
     def take_step(self, step: int) -> None:
         """Run one optimizer step on the rows of a step, and measure it."""
@@ -361,9 +367,8 @@ class TrainerWorker:
         trainer = self._trainer
         # The process ends next, so the checkpoint must be committed first.
         trainer.save(done, wait=True)
-        going_on = GoingOn.of(trainer.config, has_saved=True)
+        code, advice = how_to_go_on(trainer.config, has_saved=True)
         name = Signals(signal).name
         trainer.leaving = Leaving(
-            f"{name}: saved after {done} of {trainer.steps} steps; {going_on.advice}",
-            going_on.code,
+            f"{name}: saved after {done} of {trainer.steps} steps; {advice}", code
         )

@@ -146,36 +146,26 @@ def check_resume(config: Config, command: str) -> None:
         return
 
 
-@dataclass(frozen=True)
-class GoingOn:
-    """Exit code and advice of a run that saves and leaves.
+def how_to_go_on(config: Config, *, has_saved: bool) -> tuple[int, str]:
+    """Return the exit code of a run that saves and leaves, and how the user continues it.
 
-    Attributes:
-        code: `errors.SAVED_AND_LEFT` if the same command continues the run, else `errors.INTERRUPTED`.
-        advice: how the user continues the run.
+    The code is `errors.SAVED_AND_LEFT` if the same command continues the run according
+    to `checkpoint.resume`, else `errors.INTERRUPTED`.
+
+    Args:
+        has_saved: whether this run has a checkpoint. If not, nothing was trained, and a second start loses nothing.
     """
-
-    code: int
-    advice: str
-
-    @classmethod
-    def of(cls, config: Config, *, has_saved: bool) -> GoingOn:
-        """Derive exit code and advice from `checkpoint.resume`.
-
-        Args:
-            has_saved: whether this run has a checkpoint. If not, nothing was trained, and a second start loses nothing.
-        """
-        resume, folders = (
-            config.checkpoint.resume,
-            (config.run_dir, config.run_dir / "checkpoints"),
-        )
-        if resume in ("auto", "latest", "unfinished") or Path(resume).resolve() in [
-            path.resolve() for path in folders
-        ]:
-            return cls(SAVED_AND_LEFT, "start the run again to go on.")
-        if not has_saved:
-            return cls(SAVED_AND_LEFT, "start the run again.")
-        return cls(
-            INTERRUPTED,
-            f"checkpoint.resume={resume} would not go on from there: start it again with checkpoint.resume=latest.",
-        )
+    resume, folders = (
+        config.checkpoint.resume,
+        (config.run_dir, config.run_dir / "checkpoints"),
+    )
+    if resume in ("auto", "latest", "unfinished") or Path(resume).resolve() in [
+        path.resolve() for path in folders
+    ]:
+        return SAVED_AND_LEFT, "start the run again to go on."
+    if not has_saved:
+        return SAVED_AND_LEFT, "start the run again."
+    return (
+        INTERRUPTED,
+        f"checkpoint.resume={resume} would not go on from there: start it again with checkpoint.resume=latest.",
+    )

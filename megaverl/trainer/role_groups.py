@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import msgspec
-
 from megaverl.config import Config
 from megaverl.controller.core import Controller, Wanted, list_references
 from megaverl.controller.groups import WorkerGroup
@@ -29,6 +27,7 @@ from megaverl.trainer.islands import reporting_ranks
 from megaverl.trainer.rollouts_ahead import RolloutsAhead
 from megaverl.trainer.sample_rows import Fields, SampleFacts
 from megaverl.trainer.update_decisions import decide_together
+from megaverl.trainer.validation import HeldOutResult
 from megaverl.workers.decisions import Rules
 from megaverl.workers.reward import Scores
 
@@ -36,18 +35,6 @@ T = TypeVar("T")
 G = TypeVar("G")
 
 RowsByRank = dict[int, list[int]]
-
-
-class HeldOutResult(msgspec.Struct, frozen=True):
-    """Result of a validation.
-
-    Attributes:
-        metrics: metrics by name.
-        samples: the first samples as JSON text, because their records may hold integers of any size.
-    """
-
-    metrics: dict[str, float]
-    samples: str
 
 
 class Samples(NamedTuple):
@@ -593,8 +580,7 @@ class Run:
     @property
     def has_rounds(self) -> bool:
         """Return whether samples are made in rounds of generating and scoring (dynamic sampling)."""
-        is_dynamic = self.config.algorithm.dynamic_sampling.metric is not None
-        return is_dynamic and self.has_engines and not self.is_given
+        return self.config.samples_in_rounds and self.has_engines and not self.is_given
 
     @property
     def is_critic_apart(self) -> bool:

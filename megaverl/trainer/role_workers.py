@@ -7,8 +7,8 @@ including the role's collectives.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from megaverl.trainer.harness.engine_rows import (
 )
 from megaverl.trainer.mix import name_of_mix
 from megaverl.trainer.partial_rollouts import InFlightUpdates
-from megaverl.trainer.role_groups import HeldOutResult
 from megaverl.trainer.run_state import RunState
 from megaverl.trainer.sample_rows import (
     Fields,
@@ -38,16 +37,20 @@ from megaverl.trainer.sample_rows import (
 )
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import StoredRollouts
-from megaverl.trainer.validation import held_out_responses, measure_held_out
+from megaverl.trainer.validation import (
+    HeldOutResult,
+    held_out_responses,
+    measure_held_out,
+)
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import Rollout
 
 
+@dataclass
 class ReceiverWorker:
     """Worker that decides which samples each rank of its role group works on."""
 
-    def __init__(self, store: SampleStore) -> None:
-        self._store = store
+    _store: SampleStore
 
     def assign(self, value: int, facts: SampleFacts) -> dict[int, list[int]]:
         """Decide which rows of a value each rank of this role group works on."""
@@ -109,38 +112,37 @@ class RolloutWorker:
         # The samples of the interrupted step belong to the first step after the resume,
         # so they are used once.
         restored, self.cut_off = self.cut_off, None
-        if (
-            restored is None
-            and self._config.algorithm.dynamic_sampling.metric is not None
-        ):
+        if restored is None and self._config.samples_in_rounds:
             restored = self._take_waiting(step)
-        with operators.measuring(step), self._stages.in_step(step):
+        with self._state.sampling(step):
             if restored is not None:
                 operators.metrics |= restored.metrics
-                batch = self._select_own(restored.batch)
+                batch = operators.own_rows(restored.batch)
             else:
                 batch = self._generate(self._take_prompts(step), step)
-            operators.metrics["train/epoch"] = self._prompts.epoch
-            self._state.end_samples(step, batch)
+            self._end_samples(step, batch)
         return self._store.give(batch)
 
     def begin_responses(self, step: int) -> None:
         """Take the step's prompts and generate the first part of each response."""
         self._operators.epochs[step] = self._prompts.epoch
-        with self._operators.measuring(step), self._stages.in_step(step):
+        with self._state.sampling(step):
             prompts = self._take_prompts(step)
             with self._stages("rollout"):
                 self._operators.begin_responses(prompts, step)
 
     def finish_responses(self, step: int) -> SampleValue:
         """Generate the second part of each response. Return all responses."""
-        operators = self._operators
-        with operators.measuring(step), self._stages.in_step(step):
+        with self._state.sampling(step):
             with self._stages("rollout"):
-                batch = operators.finish_responses(step)
-            operators.metrics["train/epoch"] = self._prompts.epoch
-            self._state.end_samples(step, batch)
+                batch = self._operators.finish_responses(step)
+            self._end_samples(step, batch)
         return self._store.give(batch)
+
+    def _end_samples(self, step: int, batch: RolloutBatch) -> None:
+        """Record that the step has its samples. Its metrics are those of the samples."""
+        self._operators.metrics["train/epoch"] = self._prompts.epoch
+        self._state.end_samples(step, batch)
 
     def _take_prompts(self, step: int) -> Sequence[PromptRecord]:
         self._state.begin_samples(step, self._prompts)
@@ -173,11 +175,7 @@ class RolloutWorker:
     def generate_round(self, step: int, num_prompts: int) -> SampleValue:
         """Generate responses to the next `num_prompts` prompts."""
         prompts = self._prompts.take(num_prompts)
-        with (
-            self._operators.measuring(step),
-            self._stages.in_step(step),
-            self._stages("rollout"),
-        ):
+        with self._state.sampling(step), self._stages("rollout"):
             return self._store.give(
                 self._operators.generate(
                     prompts, step, self._running_rounds.num_generated
@@ -197,14 +195,13 @@ class RolloutWorker:
             )
             if rounds.is_complete:
                 self._operators.metrics |= rounds.metrics()
-                self._operators.metrics["train/epoch"] = self._prompts.epoch
-                self._state.end_samples(step, rounds.rollouts)
+                self._end_samples(step, rounds.rollouts)
                 self._state.end_scores(step, rounds.scores)
         return rounds.num_prompts
 
     def informative_rollouts(self, step: int) -> SampleValue:
         """Return this rank's samples of the groups that were kept from all rounds."""
-        return self._store.give(self._select_own(self._running_rounds.rollouts))
+        return self._store.give(self._operators.own_rows(self._running_rounds.rollouts))
 
     def informative_scores(self) -> Scores:
         """Return the rewards of all groups that were kept."""
@@ -248,13 +245,9 @@ class RolloutWorker:
 
     def measure_held_out(self, responses: SampleValue, scores: Scores) -> HeldOutResult:
         """Compute validation metrics and sample records from scored responses."""
-        evaluation = measure_held_out(
-            self._config,
-            self._state.roles.reward,
-            self._store.batch(responses),
-            scores,
-        )
-        return HeldOutResult(evaluation.metrics, json.dumps(evaluation.samples))
+        reward = self._state.roles.reward
+        batch = self._store.batch(responses)
+        return measure_held_out(self._config, reward, batch, scores)
 
     @property
     def _running_rounds(self) -> SamplingRounds:
@@ -268,11 +261,6 @@ class RolloutWorker:
             self._state.begin_samples(step, self._prompts)
             self._prompts.take(int(stored.metrics["rollout/generated_groups"]))
         return stored
-
-    def _select_own(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return this rank's samples of a batch that every rank holds in full."""
-        selection = self._operators.readers
-        return batch if selection is None else selection.select(batch)
 
 
 class RoleWorker:
@@ -327,11 +315,10 @@ class RewardWorker(RoleWorker):
         # here.
         self._operators.begin(step, self._operators.epochs.get(step))
         self._operators.read_replayed(step)
-        has_rounds = (
-            self._operators.config.algorithm.dynamic_sampling.metric is not None
+        is_round = (
+            self._operators.config.samples_in_rounds and not self._state.generates
         )
-        is_round = has_rounds and not self._state.generates
-        with self._operators.measuring(step), self._stages.in_step(step):
+        with self._state.sampling(step):
             with self._stages("reward"):
                 scores = self._operators.score(
                     self._store.batch(rollouts), is_round=is_round
@@ -348,7 +335,7 @@ class RewardWorker(RoleWorker):
             return
         operators.begin(step, operators.epochs.get(step))
         engines = context.placement.ranks["rollout"][:: operators.config.rollout.tp]
-        with operators.measuring(step), self._stages.in_step(step):
+        with self._state.sampling(step):
             for row, sample in receive_samples(
                 context, engines, partial(self._stages, "wait")
             ):
@@ -495,11 +482,11 @@ class WeightsWorker(RoleWorker):
             self._operators.reshard(is_updated)
 
 
+@dataclass
 class IslandWorker:
     """Worker that sums the updates which the actor's islands send. It runs on the coordinator's rank."""
 
-    def __init__(self, state: RunState) -> None:
-        self._state = state
+    _state: RunState
 
     def join_updates(self, role: str, step: int) -> bool:
         """Sum what all islands send in the next updates of a role. Return True."""
@@ -554,10 +541,11 @@ class OperatorWorker:
         self._shapes = ShapeChecker()
         epoch = operators.epochs.get(step, self._prompts.epoch)
         prompts = self._rollout.taken.pop(step, [])
-        has_rounds = operators.config.algorithm.dynamic_sampling.metric is not None
         # Ranks with an engine have already taken the prompts of existing responses from
         # the stream.
-        has_taken = "rollouts" in made and (self._generates or has_rounds)
+        has_taken = "rollouts" in made and (
+            self._generates or operators.config.samples_in_rounds
+        )
         if not has_taken:
             prompts = self._prompts.take(operators.num_prompts)
         if "rollouts" not in made:

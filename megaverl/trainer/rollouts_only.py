@@ -7,6 +7,7 @@ store_rollouts     the program, on the coordinator's rank
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from types import NoneType
 
@@ -42,24 +43,20 @@ class StorageGroup(WorkerGroup):
         return self.report("store", NoneType, rollouts, scores, step)
 
 
+@dataclass
 class StorageWorker:
     """Worker that stores rollouts (`StorageGroup`).
 
-    Args:
-        state: this rank's roles and the metrics of the running step.
-        store: converts values of the program to batches.
-        folder: receives the rollouts.
+    Attributes:
+        _state: this rank's roles and the metrics of the running step.
+        _store: converts values of the program to batches.
+        _folder: receives the rollouts.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        store: SampleStore,
-        folder: RolloutFolder,
-        console: Console,
-    ) -> None:
-        self._state, self._store = state, store
-        self._folder, self._console = folder, console
+    _state: RunState
+    _store: SampleStore
+    _folder: RolloutFolder
+    _console: Console
 
     def store(self, rollouts: SampleValue, scores: Scores, step: int) -> None:
         """Store the rollouts of a step in the run folder."""

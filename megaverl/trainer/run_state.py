@@ -8,7 +8,8 @@ to the moment at which they are made.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -241,10 +242,7 @@ class RunState:
         global_models: dict[str, GlobalModel] = {}
         if not self.config.aggregates_gradients:
             return global_models
-        timeout = timedelta(
-            minutes=self.config.reshard.timeout_minutes
-            or self.config.run.timeout_minutes
-        )
+        timeout = timedelta(minutes=self.config.reshard_minutes)
         is_global = bool(self.roles.global_models)
         for role, trainable in self.roles.trained.items():
             if not is_global and role not in self._replicas:
@@ -328,6 +326,12 @@ class RunState:
         """Sum what the islands of a role send in its next updates. This happens on the coordinator's rank only."""
         self._island_updates.serve(role, step)
 
+    @contextmanager
+    def sampling(self, step: int) -> Iterator[None]:
+        """Attribute metrics and stages inside to the samples of a step, which may be ahead of the one that trains."""
+        with self.step.measuring(step), self.stages.in_step(step):
+            yield
+
     def begin_samples(self, step: int, prompts: Prompts) -> None:
         """Record the prompts' position, and the weights that the samples will be trained from.
 
@@ -408,29 +412,25 @@ class RunState:
 
     # --- checkpoints and shutdown -------------------------------------------------------------------------------------
 
-    def collect(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Merge the parts of a checkpoint's state, each from the rank that owns it. Every rank gets the result."""
+    def collect(
+        self, of_reporter: Mapping[str, Any], of_engines: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Merge the parts of a checkpoint's state, each from the rank that owns it. Every rank gets the result.
+
+        Args:
+            of_reporter: part of the rank that keeps the records.
+            of_engines: part of the engines' first rank.
+        """
         part: dict[str, Any] = {}
         if self.context.rank == self.reporter:
-            of_reporter = (
-                "next_step",
-                "steps",
-                "kl",
-                "tokenizer",
-                "best",
-                "metrics_bytes",
-                "cut_off",
-            )
-            part = {name: state[name] for name in of_reporter}
+            part |= of_reporter
         if self.context.rank == self.context.placement.ranks["rollout"][0]:
-            part |= {
-                name: state[name] for name in ("weight_version", "generation_budget")
-            }
+            part |= of_engines
             part["ahead"] = self.waiting.facts
-            part["partial_groups"] = state["partial_groups"]
             # The engines may be ahead. The resumed run continues with the prompts of
             # the first step that has not been trained on.
-            part["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
+            if (sampler := self.waiting.sampler(self._done)) is not None:
+                part["sampler"] = sampler
         if self.context.group_rank == 0:
             counts = {name: trainable.counts for name, trainable in self.saved.items()}
             part["coordinator"] = counts_to_state(counts)

@@ -80,11 +80,7 @@ class SampleRouting:
         made_together = (
             config.environment.name is not None or config.rollout.function is not None
         )
-        looks_at_all = (
-            made_together
-            or algorithm.dynamic_sampling.metric is not None
-            or self._reads_all
-        )
+        looks_at_all = made_together or config.samples_in_rounds or self._reads_all
         # These losses depend on tokens or samples of the whole batch.
         selects = "selected" in policy_losses.get(algorithm.policy_loss_name).inputs
         selects = (

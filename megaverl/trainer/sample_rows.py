@@ -12,6 +12,7 @@ the ranks that work on the same samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -149,24 +150,19 @@ class SampleRows:
 SampleValue = RolloutBatch | SampleRows
 
 
+@dataclass
 class SampleStore:
     """Converter between batches, with which workers compute, and values of a program, which move between ranks.
 
-    Args:
-        context: this rank's place in the job. None: roles share all ranks, nothing moves, and values are the batches
+    Attributes:
+        _context: this rank's place in the job. None: roles share all ranks, nothing moves, and values are the batches
             and fields themselves.
-        selection: decides which rows each rank of this role group works on. None: every rank works on all rows.
+        _selection: decides which rows each rank of this role group works on. None: every rank works on all rows.
     """
 
-    def __init__(
-        self, context: JobContext | None = None, selection: RowSelection | None = None
-    ) -> None:
-        self._context, self._readers = context, selection
-        self._held: dict[int, HeldRows] = {}
-
-    @property
-    def _moves(self) -> bool:
-        return self._context is not None
+    _context: JobContext | None = None
+    _selection: RowSelection | None = None
+    _held: dict[int, HeldRows] = field(default_factory=dict)
 
     def assign(self, value: int, facts: SampleFacts) -> dict[int, list[int]]:
         """Decide which rows of a value each rank of this role group works on. Every rank makes the same decision.
@@ -180,9 +176,9 @@ class SampleStore:
         )
         lengths = facts.lengths
         everything = range(len(lengths))
-        if self._readers is None:
+        if self._selection is None:
             return {rank: list(everything) for rank in context.role_group.ranks}
-        held = self._readers.held(lengths, facts.group_ids)
+        held = self._selection.held(lengths, facts.group_ids)
         # Each island of the actor is a role group of its own, which assigns rows only
         # to its own ranks.
         rows: Rows = {
@@ -205,7 +201,7 @@ class SampleStore:
 
     def give(self, batch: RolloutBatch) -> SampleValue:
         """Convert a batch that every rank of this role group holds to a value of the program."""
-        if not self._moves:
+        if self._context is None:
             return batch
         ragged = as_ragged(batch.tensors, batch, batch.columns)
         samples = SampleRows(
@@ -235,7 +231,7 @@ class SampleStore:
             name in FIELDS and len(tensor) == len(batch)
             for name, tensor in known.items()
         )
-        if not self._moves or not known or not are_rows:
+        if self._context is None or not known or not are_rows:
             return fields
         rows = tuple(range(len(batch))) if batch.held is None else batch.held.rows
         return SampleRows([(rows, as_ragged(known, batch))])

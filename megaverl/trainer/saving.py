@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,29 +56,23 @@ def open_endpoint(run: RunConfig) -> Backend:
     return MetricsEndpoint(run.name, run.metrics_host, run.metrics_port, token)
 
 
+@dataclass
 class Records:
     """Records of a run. One rank keeps them; on all other ranks nothing is written.
 
-    Args:
-        keeps: whether this rank keeps the records.
-
     Attributes:
+        keeps: whether this rank keeps the records.
         latest: completed steps of the last record, and all metrics recorded after as many, on the rank that keeps the
             records.
     """
 
-    def __init__(
-        self, config: Config, run_dir: Path, console: Console, *, keeps: bool
-    ) -> None:
-        self.config, self.run_dir, self.console, self.keeps = (
-            config,
-            run_dir,
-            console,
-            keeps,
-        )
-        self.latest: tuple[int, dict[str, float]] = (0, {})
-        self._tracker: Tracker | None = None
-        self._alerts: Alerts | None = None
+    config: Config
+    run_dir: Path
+    console: Console
+    keeps: bool
+    latest: tuple[int, dict[str, float]] = field(default_factory=lambda: (0, {}))
+    _tracker: Tracker | None = None
+    _alerts: Alerts | None = None
 
     @contextmanager
     def opened(self, done: int) -> Iterator[None]:
@@ -227,7 +222,6 @@ class Saving:
     Attributes:
         resumed_from: checkpoint that the run resumes from, or None for a fresh start.
         changed: settings that differ from those of that checkpoint.
-        num_failed: number of failed saves.
     """
 
     def __init__(
@@ -258,7 +252,6 @@ class Saving:
         # `CheckpointStore.resolve`).
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         self.resumed_from = self.store.resolve(config.resume, restarted=restarted)
-        self.num_failed = 0
         self._last: tuple[int, bool] | None = None
 
     def is_due(self, done: int, *, last: bool, is_best: bool) -> bool:
@@ -400,7 +393,6 @@ class Saving:
         try:
             action()
         except CheckpointError as error:
-            self.num_failed += 1
             # The state is not saved, so the next call must not skip it.
             self._last = None
             if self.config.on_write_error == "stop":

@@ -33,10 +33,7 @@ class Schedule:
         rollout = config.rollout
         limit = rollout.max_staleness if rollout.async_rollout else 0
         # A replay does not generate in rounds, so its rewards need not wait for them.
-        in_rounds = (
-            config.algorithm.dynamic_sampling.metric is not None
-            and config.trainer.replay_rollouts is None
-        )
+        in_rounds = config.samples_in_rounds and config.trainer.replay_rollouts is None
         engines, rewards = (
             placement.lag(placement.ranks[role][0], limit, in_rounds=in_rounds)
             for role in ("rollout", "reward")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from signal import Signals
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from megaverl.config import Config
 from megaverl.controller.core import Controller
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.streaming import Prompts
 from megaverl.errors import ConfigError
-from megaverl.monitoring.console import Console
-from megaverl.monitoring.profiler import Profiler
 from megaverl.trainer.agents import make_agent_workers, make_agents
 from megaverl.trainer.arriving_samples import SampleSender, can_arrive
-from megaverl.trainer.build import Builder
 from megaverl.trainer.harness.validation_tasks import tasks_at_validation
-from megaverl.trainer.job import Leaving, PreemptionHandler, Stages
+from megaverl.trainer.job import Leaving
 from megaverl.trainer.own_program import load_step
 from megaverl.trainer.program import (
     agents_step,
@@ -30,7 +25,6 @@ from megaverl.trainer.program import (
     sample_ahead,
 )
 from megaverl.trainer.role_groups import (
-    HeldOutResult,
     Run,
     StepProgram,
     changes_prompts,
@@ -50,47 +44,14 @@ from megaverl.trainer.role_workers import (
 from megaverl.trainer.rollouts_ahead import RolloutsAhead
 from megaverl.trainer.run_state import RunState
 from megaverl.trainer.sample_rows import SampleStore, SampleValue
-from megaverl.trainer.saving import Saving
 from megaverl.trainer.schedule import Schedule
 from megaverl.trainer.serving import serve_program
-from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import StoredRollouts
-from megaverl.trainer.validation import Evaluation, Validation
+from megaverl.trainer.validation import HeldOutResult
 from megaverl.workers.reward import Scores
 
-
-class StepsOfARun(Protocol):
-    """The part of a trainer (`loop.Trainer`) that the programs of its run use.
-
-    Attributes:
-        next_step: next step of the run, counted from 0.
-        measured: metrics of the last validation, or else of the last step, on ranks that have them.
-        cut_off: samples of the next step, if the run resumed from a checkpoint inside a step.
-        leave: notes a signal that asks the run to leave.
-    """
-
-    config: Config
-    console: Console
-    builder: Builder
-    run_state: RunState
-    step: RLStep
-    prompts: Prompts
-    validation: Validation
-    stages: Stages
-    profiler: Profiler
-    saving: Saving
-    leave: PreemptionHandler
-    next_step: int
-    measured: dict[str, float]
-    cut_off: StoredRollouts | None
-
-    def begin_step(self, step: int) -> None: ...
-
-    def report(self, done: int) -> dict[str, float]: ...
-
-    def save_if_due(self, done: int) -> None: ...
-
-    def leave_run(self, signal: str, values: Mapping[str, Any]) -> None: ...
+if TYPE_CHECKING:
+    from megaverl.trainer.loop import Trainer
 
 
 class ServedRun:
@@ -111,7 +72,7 @@ class ServedRun:
         served.serve(lambda run: train(run, trainer.next_step))  # on every rank; returns when the program has ended
     """
 
-    def __init__(self, trainer: StepsOfARun, *, is_given: bool = False) -> None:
+    def __init__(self, trainer: Trainer, *, is_given: bool = False) -> None:
         self._is_given = is_given
         self._trainer, self._state = trainer, trainer.run_state
         self._config = trainer.config
@@ -125,11 +86,7 @@ class ServedRun:
             store = SampleStore(self._context, state.routing.readers(state.flow))
         # Rounds of dynamic sampling must not run again for steps whose samples the
         # checkpoint holds.
-        restored = (
-            dict(operators.waiting)
-            if self._config.algorithm.dynamic_sampling.metric is not None
-            else {}
-        )
+        restored = dict(operators.waiting) if self._config.samples_in_rounds else {}
         if trainer.cut_off is not None:
             restored[trainer.cut_off.step] = trainer.cut_off
         restored_scores = {
@@ -293,6 +250,7 @@ class ServedRun:
         return not is_last and self._schedule.begins_after(step + 1) <= step
 
 
+@dataclass
 class SessionWorker:
     """Worker for the work around the steps of a run, on one rank (`role_groups.SessionGroup`).
 
@@ -302,11 +260,11 @@ class SessionWorker:
         shared: responses that the program copied to every rank.
     """
 
-    def __init__(self, trainer: StepsOfARun, store: SampleStore) -> None:
-        self._trainer, self._store = trainer, store
-        self.shared: RolloutBatch | None = None
-        self.leaving: Leaving | None = None
-        self.next_given: StoredRollouts | None = None
+    _trainer: Trainer
+    _store: SampleStore
+    leaving: Leaving | None = None
+    next_given: StoredRollouts | None = None
+    shared: RolloutBatch | None = None
 
     def begin_step(self, step: int) -> None:
         """Start the meters and records of a step."""
@@ -323,8 +281,7 @@ class SessionWorker:
 
     def record_validation(self, done: int, result: HeldOutResult) -> None:
         """Store, write and display a validation."""
-        evaluation = Evaluation(result.metrics, json.loads(result.samples))
-        self._trainer.validation.note(done, evaluation)
+        self._trainer.validation.note(done, result)
         self._trainer.measured = dict(result.metrics)
 
     def record_tasks(self, done: int, metrics: dict[str, float]) -> None:
@@ -352,14 +309,7 @@ class SessionWorker:
         self, signal: int, rollouts: RolloutBatch | None, scores: Scores | None
     ) -> None:
         """Save a checkpoint with the samples of the running step, and note that the run leaves."""
-        values = {"rollouts": rollouts, "scores": scores}
-        try:
-            self._trainer.leave_run(
-                Signals(signal).name,
-                {name: value for name, value in values.items() if value is not None},
-            )
-        except Leaving as leaving:
-            self.leaving = leaving
+        self.leaving = self._trainer.leave_run(Signals(signal).name, rollouts, scores)
 
     def share(self, rollouts: SampleValue) -> None:
         """Keep the responses for the Python program of this rank."""
@@ -376,18 +326,15 @@ class SessionWorker:
             operators.metrics |= responses.metrics
         # Rows are selected only if roles share all ranks. Otherwise every rank works on
         # all samples that were provided.
-        selection = operators.readers
-        batch = (
-            responses.batch if selection is None else selection.select(responses.batch)
-        )
-        return self._store.give(batch)
+        return self._store.give(operators.own_rows(responses.batch))
 
 
+@dataclass
 class RecorderWorker:
     """Worker that keeps a step's samples for the run's records (`role_groups.RecorderGroup`)."""
 
-    def __init__(self, state: RunState, store: SampleStore) -> None:
-        self._state, self._store = state, store
+    _state: RunState
+    _store: SampleStore
 
     def take(self, rollouts: SampleValue, scores: Scores) -> None:
         """Keep the samples of a step until it is reported."""

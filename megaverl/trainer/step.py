@@ -137,10 +137,8 @@ class RLStep:
         """
         # These samples were generated before an interruption and have not been trained
         # on.
-        if step in self.waiting:
-            stored = self.waiting.pop(step)
-            self.metrics |= stored.metrics
-            return stored.batch
+        if (restored := self._take_waiting(step)) is not None:
+            return restored
         # The counters of saved work, such as cached prompt tokens, start from zero in
         # each generation.
         self.roles.engines.engine.saved_work = SavedWork()
@@ -150,7 +148,7 @@ class RLStep:
             self.newest_version = self.roles.engines.weight_version
             batch, metrics = self.in_progress.run(self.roles.engines, prompts, step)
             self.metrics |= metrics
-            return batch if self.readers is None else self.readers.select(batch)
+            return self.own_rows(batch)
         config, engines, start = self.config, self.roles.engines, time.perf_counter()
         draws = Draws(
             config.run.seed,
@@ -214,13 +212,19 @@ class RLStep:
         assert isinstance(self.in_progress, InFlightUpdates), (
             "rollout.in_flight_updates is off"
         )
-        stored = self.waiting.pop(step, None)
-        if stored is not None:
-            self.metrics |= stored.metrics
-            return stored.batch
+        if (restored := self._take_waiting(step)) is not None:
+            return restored
         batch, metrics = self.in_progress.finish(self.roles.engines)
         self.metrics |= metrics
         return batch
+
+    def _take_waiting(self, step: int) -> RolloutBatch | None:
+        """Return the samples that an interrupted run generated for a step, or None."""
+        stored = self.waiting.pop(step, None)
+        if stored is None:
+            return None
+        self.metrics |= stored.metrics
+        return stored.batch
 
     def _sampling(self, prompts: Sequence[PromptRecord], draws: Draws) -> Sampling:
         """Return the sampling options of the responses: one for all, or one for each response."""
@@ -246,11 +250,11 @@ class RLStep:
         assert self.replayed is not None
         self.stored = self.replayed.read(step)
         self.metrics |= self.stored.metrics
-        return (
-            self.stored.batch
-            if self.readers is None
-            else self.readers.select(self.stored.batch)
-        )
+        return self.own_rows(self.stored.batch)
+
+    def own_rows(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return the samples that this rank receives, of a batch that every rank has in full."""
+        return batch if self.readers is None else self.readers.select(batch)
 
     def read_replayed(self, step: int) -> None:
         """Read the stored rewards of a replayed step, on a rank that has not read the step's responses."""
@@ -506,7 +510,7 @@ class RLStep:
         batch, metrics = self.credit.assign_each(
             rollouts.with_(**tensors), kl_coef=coef, extra=extra
         )
-        self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
+        self._record("train", metrics)
         if "kl" in metrics:
             self.metrics["train/kl_coef"] = coef
             self.roles.kl.update(metrics["kl"])

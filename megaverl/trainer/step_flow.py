@@ -88,7 +88,7 @@ def _sampling(step: RLStep) -> Iterator[Operator]:
     of_reward: str | tuple[str, ...] = "reward"
     # Samples from dynamic sampling or from a replay folder are available on the ranks
     # of both roles.
-    if is_replay or step.config.algorithm.dynamic_sampling.metric is not None:
+    if is_replay or step.config.samples_in_rounds:
         of_rollout, of_reward = ("reward", "rollout"), ("rollout", "reward")
     yield Operator(
         "rollout", source, ("prompts", "step"), ("rollouts",), role=of_rollout

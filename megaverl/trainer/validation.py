@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from megaverl.algorithms import mean_pass_at_k
@@ -35,30 +37,20 @@ class Best:
     tie: float = float("-inf")
 
 
+@dataclass
 class Validation:
     """Validations of a run: prompts, schedule, records and the best result.
 
-    Args:
-        data: held-out prompts, or None if there are none.
-
     Attributes:
+        data: held-out prompts, or None if there are none.
         best: best validation by `trainer.best_metric`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        data: PromptDataset | None,
-        records: Records,
-        console: Console,
-    ) -> None:
-        self.config, self.data, self.records, self.console = (
-            config,
-            data,
-            records,
-            console,
-        )
-        self.best = Best()
+    config: Config
+    data: PromptDataset | None
+    records: Records
+    console: Console
+    best: Best = field(default_factory=Best)
 
     @property
     def prompts(self) -> list[PromptRecord]:
@@ -72,13 +64,13 @@ class Validation:
             )
         ]
 
-    def note(self, done: int, evaluation: Evaluation) -> None:
+    def note(self, done: int, result: HeldOutResult) -> None:
         """Update the best validation, then write and print this one.
 
         If all accuracies are 0, the reward decides which is best. Otherwise the first
         validation would always be the best.
         """
-        metrics = evaluation.metrics
+        metrics = result.metrics
         reward = metrics["validation/reward"]
         value = metrics.get(f"validation/{self.config.trainer.best_metric}", reward)
         tie = reward if value == 0.0 else 0.0
@@ -87,7 +79,8 @@ class Validation:
         if (value, tie) > (self.best.value, self.best.tie):
             self.best = Best(done, value, tie)
         self.records.log(done, metrics)
-        self.records.log_samples(done, evaluation.samples, split="validation")
+        samples = json.loads(result.samples)
+        self.records.log_samples(done, samples, split="validation")
         self.console.print(
             f"validation after step {done}: "
             + "  ".join(
@@ -117,12 +110,16 @@ class Validation:
 VALIDATION_STEP = 1 << 40
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of a validation: metrics by name, and the first samples as records."""
+class HeldOutResult(msgspec.Struct, frozen=True):
+    """Result of a validation.
+
+    Attributes:
+        metrics: metrics by name.
+        samples: the first samples as JSON text, because their records may hold integers of any size.
+    """
 
     metrics: dict[str, float]
-    samples: list[dict[str, Any]]
+    samples: str
 
 
 def held_out_responses(
@@ -156,7 +153,7 @@ def held_out_responses(
 
 def measure_held_out(
     config: Config, reward: RewardRole, batch: RolloutBatch, row_scores: Scores
-) -> Evaluation:
+) -> HeldOutResult:
     """Return metrics and sample records from scored responses to held-out prompts."""
     group_ids = gather_samples(batch, batch.group_ids)
     # Discard values that reward functions have logged for this validation. They are not
@@ -184,7 +181,8 @@ def measure_held_out(
             gather_samples(batch, batch.response_mask.sum(dim=1)).float().mean()
         ),
     }
-    return Evaluation(
+    samples = sample_records(batch, row_scores, reward, config.trainer.save_samples)
+    return HeldOutResult(
         {f"validation/{name}": value for name, value in metrics.items()},
-        sample_records(batch, row_scores, reward, config.trainer.save_samples),
+        json.dumps(samples),
     )

@@ -37,7 +37,6 @@ TWO_NODES = ResolvedPlacement(
     role_groups=(RoleGroup("actor", FOUR_RANKS, ("actor",)),),
     islands=(FOUR_RANKS,),
     nodes=(Node("first", 2), Node("second", 2)),
-    _node_of=(0, 0, 1, 1),
 )
 
 

@@ -82,10 +82,8 @@ class Others:
             .clone()
         )
 
-    def _hear(
-        self, context: JobContext, moving: Moving
-    ) -> tuple[dict[int, Heard], dict[int, torch.Tensor]]:
-        heard, received = {}, {}
+    def _hear(self, context: JobContext, moving: Moving) -> dict[int, Heard]:
+        heard = {}
         for move in moving.moves:
             if move.dest == context.rank:
                 places, device = (
@@ -95,11 +93,12 @@ class Others:
                 header, host, on_device = self._rows(moving.name, move.rows).pack(
                     places, device
                 )
-                heard[move.source] = Heard(header, host)
-                if num_bytes_on_device(header) is not None:
-                    received[move.source] = on_device
+                has_more = num_bytes_on_device(header) is not None
+                heard[move.source] = Heard(
+                    header, host, on_device if has_more else None
+                )
                 self.received += host.numel() + on_device.numel()
-        return heard, received
+        return heard
 
     def _rows(self, name: str, rows: Sequence[int]) -> RaggedBatch:
         """What another rank holds of these samples, of the same kind as what this rank holds of others."""

@@ -102,7 +102,7 @@ def deep_pipeline_then(second: dict[str, int]) -> list[int]:
     manager.grid(GridShape(pp=dist.get_world_size()))
     found = []
     grid = manager.grid(GridShape(**second))
-    for group in (grid.tp_group, grid.pp_group, grid.dp_group):
+    for group in (grid.tp_group, grid.pp_group, grid.pg_collection.dp):
         total = torch.tensor(2 ** dist.get_rank())
         dist.all_reduce(total, group=group)
         found.append(int(total))

@@ -123,10 +123,7 @@ def test_what_a_placement_says_of_itself() -> None:
         RoleGroup("coordinator", (10,), ("coordinator",)),
     )
     ranks = {"actor": role_groups[0].ranks, "coordinator": role_groups[1].ranks}
-    node_of = tuple(rank // 2 for rank in range(11))
-    found = ResolvedPlacement(
-        11, ranks, role_groups, (role_groups[0].ranks,), nodes, node_of
-    )
+    found = ResolvedPlacement(11, ranks, role_groups, (role_groups[0].ranks,), nodes)
     assert [line[line.index(" on ") + 1 :] for line in found.lines()] == [
         "on a, b, c, d and 1 more",
         "on f",
@@ -145,12 +142,10 @@ def test_what_a_placement_says_of_itself() -> None:
         and role_groups[0].size == 10
     )
     assert found.roles_of(10) == ("coordinator",) and found.roles_of(3) == ("actor",)
-    four = ResolvedPlacement(
-        11, {"actor": tuple(range(8))}, role_groups, (), nodes, node_of
-    )
+    four = ResolvedPlacement(11, {"actor": tuple(range(8))}, role_groups, (), nodes)
     assert four.lines()[0].endswith("on a, b, c, d")
     without = ResolvedPlacement(
-        11, ranks, role_groups, (), tuple(Node(name, 2) for name in "abcdef"), node_of
+        11, ranks, role_groups, (), tuple(Node(name, 2) for name in "abcdef")
     )
     assert without.num_with_device == 11
 

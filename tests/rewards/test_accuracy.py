@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaverl.rewards import build_reward
-from megaverl.trainer.validation import Evaluation, Validation
+from megaverl.trainer.validation import HeldOutResult, Validation
 
 OWN = {"function": "tests.rewards.test_accuracy:half"}
 OVERLONG = {"name": "soft_overlong", "options": {"max_tokens": 8, "buffer_tokens": 4}}
@@ -72,8 +72,8 @@ def validated(best_metric: str, *found: dict[str, float]) -> list[int]:
         again.load_state_dict(validation.state_dict())  # as after a resume
         again.note(
             step,
-            Evaluation(
-                {f"validation/{name}": value for name, value in metrics.items()}, []
+            HeldOutResult(
+                {f"validation/{name}": value for name, value in metrics.items()}, "[]"
             ),
         )
         validation = again

@@ -15,7 +15,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.errors import INTERRUPTED, MISTAKE, SAVED_AND_LEFT, ConfigError
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.loop import Trainer
-from megaverl.trainer.resuming import ChangedSettings, GoingOn, check_resume
+from megaverl.trainer.resuming import ChangedSettings, check_resume, how_to_go_on
 from megaverl.trainer.stored_rollouts import StoredRollouts
 from megaverl.trainer.validation import Validation
 from tests.faults.injector import Fault
@@ -198,12 +198,12 @@ def test_no_message_promises_what_the_configuration_forbids(
     tmp_path: Path, resume: str, code: int, advice: str
 ) -> None:
     resume = resume.format(run=tmp_path / "run")
-    going_on = GoingOn.of(
+    found_code, found_advice = how_to_go_on(
         run_config(tmp_path, f"checkpoint.resume={resume}"), has_saved=True
     )
-    assert going_on.code == code and advice in going_on.advice
+    assert found_code == code and advice in found_advice
     if code != SAVED_AND_LEFT:
-        assert "again to go on" not in going_on.advice
+        assert "again to go on" not in found_advice
 
 
 @pytest.mark.parametrize(
