@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
@@ -281,9 +282,11 @@ class Config(Section):
         return self.estimator_reads("implicit_rewards") or self.mixes_reward_model
 
     @property
-    def reshard_minutes(self) -> float:
+    def reshard_timeout(self) -> timedelta:
         """Return how long a transfer of weights waits for another rank."""
-        return self.reshard.timeout_minutes or self.run.timeout_minutes
+        return timedelta(
+            minutes=self.reshard.timeout_minutes or self.run.timeout_minutes
+        )
 
     @property
     def samples_in_rounds(self) -> bool:

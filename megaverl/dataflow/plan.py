@@ -189,7 +189,7 @@ def make_plan(
     # in one go.
     chains, mistakes = _chains(operators, inputs)
     mistakes += (
-        _unknown(operators, chains, inputs)
+        _unknown(operators, chains)
         + _shape_mistakes(operators)
         + _without_place(operators, places)
     )
@@ -253,11 +253,9 @@ def _chains(
 
 
 def _unknown(
-    operators: Sequence[Operator],
-    chains: Mapping[str, list[str]],
-    inputs: frozenset[str],
+    operators: Sequence[Operator], chains: Mapping[str, list[str]]
 ) -> list[str]:
-    known, mistakes = sorted({*chains, *inputs}), []
+    known, mistakes = sorted(chains), []
     for op in operators:
         for name in op.takes:
             if name not in chains:
@@ -447,22 +445,20 @@ def as_dict(plan: CompiledFlow) -> dict[str, Any]:
         "operators": [
             {
                 "name": operator.name,
-                "roles": list(operator.roles),
-                "takes": list(operator.takes),
-                "gives": list(operator.gives),
-                "ranks": None
-                if plan.ranks[operator.name] is None
-                else list(plan.ranks[operator.name] or ()),
+                "roles": operator.roles,
+                "takes": operator.takes,
+                "gives": operator.gives,
+                "ranks": plan.ranks[operator.name],
             }
             for operator in plan.operators
         ],
-        "stages": [list(stage) for stage in plan.stages],
+        "stages": plan.stages,
         "moves": [
             {
                 "value": transfer.value,
-                "from": list(transfer.source),
-                "to": list(transfer.dest),
-                "for": list(transfer.takers),
+                "from": transfer.source,
+                "to": transfer.dest,
+                "for": transfer.takers,
             }
             for transfer in plan.transfers
         ],

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,18 +44,28 @@ def waits_in() -> str:
     It is "" if there is none, or if the recorder is off. The call does not block: it
     only queries the device's progress.
     """
-    entries: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
-    for name in _DUMPS:
-        if dump := getattr(_distributed_c10d, name, None):
-            trace = json.loads(dump())
-            entries += [
-                (entry, trace.get("pg_config", {}))
-                for entry in unfinished(trace.get("entries", ()))
-            ]
+    entries = [
+        (entry, groups)
+        for recorded, groups in _traces()
+        for entry in unfinished(recorded)
+    ]
     if not entries:
         return ""
     entry, groups = min(entries, key=lambda item: item[0]["time_created_ns"])
     return describe_collective(entry, groups, time.time_ns())
+
+
+def _traces() -> Iterator[tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
+    """Yield the entries of each recorder, and its groups by name (`pg_config`)."""
+    for name in _DUMPS:
+        if dump := getattr(_distributed_c10d, name, None):
+            trace = json.loads(dump())
+            yield trace.get("entries", ()), trace.get("pg_config", {})
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    name: str = entry["profiling_name"]
+    return name.partition(":")[2] or name
 
 
 def unfinished(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -76,11 +86,10 @@ def describe_collective(
         groups: the recorder's `pg_config`: name of a group -> its description and ranks.
         now: nanoseconds since 1970.
     """
-    operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     name, description = entry["process_group"]
     ranks = groups.get(name, {}).get("ranks", "[]")
-    text = f"{operation} {number} of the group {description if description not in ('', 'undefined') else name}"
+    text = f"{_operation(entry)} {number} of the group {description if description not in ('', 'undefined') else name}"
     text += f" (ranks {ranks})" if ranks != "[]" else ""
     dtypes, sizes = entry["input_dtypes"], entry["input_sizes"]
     if dtypes:
@@ -120,11 +129,7 @@ def recorded_collectives(since: int) -> tuple[list[Collectives], bool]:
     """
     sums_by_kind: dict[tuple[tuple[int, ...], str], list[int]] = {}
     is_whole = True
-    for name in _DUMPS:
-        if (dump := getattr(_distributed_c10d, name, None)) is None:
-            continue
-        trace = json.loads(dump())
-        entries, groups = trace.get("entries", ()), trace.get("pg_config", {})
+    for entries, groups in _traces():
         if (
             entries
             and entries[0]["record_id"] > 0
@@ -140,10 +145,8 @@ def recorded_collectives(since: int) -> tuple[list[Collectives], bool]:
                 groups.get(number, {}).get("ranks", "")
                 or description.partition("(")[2],
             )
-            operation = (
-                entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-            )
-            sums = sums_by_kind.setdefault((tuple(map(int, ranks)), operation), [0, 0])
+            kind = (tuple(map(int, ranks)), _operation(entry))
+            sums = sums_by_kind.setdefault(kind, [0, 0])
             sums[0] += 1
             sums[1] += sum(
                 _BYTES_OF.get(t, 1) * prod(n)

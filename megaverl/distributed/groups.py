@@ -52,21 +52,17 @@ EXPERT_GROUPS = {
 # counts, as grids of fewer dimensions use one group for several fields. Megatron
 # reduces gradients over dp and cp together.
 COUNTED_GROUPS = (
-    *(
-        ("tp", "tp"),
-        ("cp", "cp"),
-        ("pp", "pp"),
-        ("pp", "embd"),
-        ("ep", "ep"),
-        ("tp", "expt_tp"),
-    ),
-    *(
-        ("ep", "tp_ep"),
-        ("dp", "dp"),
-        ("dp", "dp_cp"),
-        ("dp", "expt_dp"),
-        ("dp", "intra_dist_opt"),
-    ),
+    ("tp", "tp"),
+    ("cp", "cp"),
+    ("pp", "pp"),
+    ("pp", "embd"),
+    ("ep", "ep"),
+    ("tp", "expt_tp"),
+    ("ep", "tp_ep"),
+    ("dp", "dp"),
+    ("dp", "dp_cp"),
+    ("dp", "expt_dp"),
+    ("dp", "intra_dist_opt"),
 )
 
 

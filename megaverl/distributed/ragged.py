@@ -46,9 +46,7 @@ def taken_out(
         return {MARK: [[item.key, item.size] for item in entry]}
 
     # Columns with entries of other kinds are unchanged.
-    named = {}
-    for name, column in columns.items():
-        named[name] = [name_of(entry) for entry in column]
+    named = {name: list(map(name_of, column)) for name, column in columns.items()}
     return named, tensors
 
 
@@ -79,10 +77,7 @@ def put_back(
             return entry
         return [item_of(key, size) for key, size in entry[MARK]]
 
-    restored = {}
-    for name, column in columns.items():
-        restored[name] = [entry_of(entry) for entry in column]
-    return restored
+    return {name: list(map(entry_of, column)) for name, column in columns.items()}
 
 
 def flattened(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type]) -> Any:

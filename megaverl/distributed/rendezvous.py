@@ -18,10 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from megaverl.distributed.failures import cause_of
@@ -225,6 +226,22 @@ class NodeInfo:
     agent: int = field(default_factory=lambda: int(os.environ.get("GROUP_RANK", "0")))
 
 
+class _Verdict(msgspec.Struct):
+    """Verdict of rank 0 on the ranks of a job.
+
+    Attributes:
+        here: number of ranks that will read it.
+        stop: why the job stops, or "".
+        mistakes: differences between the nodes.
+        nodes: nodes in the order of their ranks.
+    """
+
+    here: int
+    stop: str = ""
+    mistakes: list[str] = []
+    nodes: tuple[Node, ...] = ()
+
+
 _SECTION = "configuration section "
 
 
@@ -272,11 +289,11 @@ def introduce(
     if sections and not store.check(list(sections)):
         for key, section in sections.items():
             store.set(key, json.dumps(section))
-    store.set(f"facts/{rank}", json.dumps(asdict(replace(facts, sections={}))))
+    store.set(f"facts/{rank}", _encode(replace(facts, sections={})))
     if store.add("count", 1) == size:
         store.set("complete", "")
     if rank == 0:
-        store.set("verdict", json.dumps(_verdict_on_ranks(store, size, timeout)))
+        store.set("verdict", _encode(_verdict_on_ranks(store, size, timeout)))
     try:
         verdict = _hear(store, timeout)
     except dist.DistError as error:
@@ -287,24 +304,29 @@ def introduce(
     # The store may end with this rank, so wait until all ranks have read the verdict.
     if rank == 0:
         _until(
-            lambda: store.add("heard", 0) >= verdict["here"],
+            lambda: store.add("heard", 0) >= verdict.here,
             time.monotonic() + RANK_GRACE,
         )
-    if verdict["stop"]:
-        raise TrainingStopped(verdict["stop"])
-    if verdict["mistakes"]:
+    if verdict.stop:
+        raise TrainingStopped(verdict.stop)
+    if verdict.mistakes:
         raise ConfigError(
-            "\n  - ".join(["the nodes do not fit together:", *verdict["mistakes"]])
+            "\n  - ".join(["the nodes do not fit together:", *verdict.mistakes])
         )
-    return tuple(
-        Node(name, count, tuple(claims), memory)
-        for name, count, claims, memory in verdict["nodes"]
-    )
+    return verdict.nodes
 
 
-def _hear(store: dist.Store, timeout: timedelta) -> dict[str, Any]:
+def _encode(value: NodeInfo | _Verdict) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _facts_of(store: dist.Store, rank: int) -> NodeInfo:
+    return msgspec.json.decode(store.get(f"facts/{rank}"), type=NodeInfo)
+
+
+def _hear(store: dist.Store, timeout: timedelta) -> _Verdict:
     store.wait(["verdict"], timeout + timedelta(seconds=RANK_GRACE))
-    verdict: dict[str, Any] = json.loads(store.get("verdict"))
+    verdict = msgspec.json.decode(store.get("verdict"), type=_Verdict)
     store.add("heard", 1)
     return verdict
 
@@ -316,10 +338,9 @@ def _stop_two_jobs(
 
     A job that has already begun does not read it, and continues.
     """
-    first = json.loads(store.get(f"facts/{rank}"))
     earlier, later = (
-        f"process {process_facts['process']} on {process_facts['node']}"
-        for process_facts in (first, asdict(facts))
+        f"process {process_facts.process} on {process_facts.node}"
+        for process_facts in (_facts_of(store, rank), facts)
     )
     text = (
         f"{_twice(f'rank {rank}', times, earlier, later)} Two jobs use this rendezvous: end the other one, or "
@@ -329,96 +350,86 @@ def _stop_two_jobs(
     store.add("count", 1)
     store.set("complete", "")
     try:
-        return str(_hear(store, timeout)["stop"] or text)
+        return _hear(store, timeout).stop or text
     except dist.DistError:
         return text
 
 
-def _verdict_on_ranks(
-    store: dist.Store, size: int, timeout: timedelta
-) -> dict[str, Any]:
-    """Return rank 0's verdict: the nodes or what is wrong, and the number of ranks that will read it."""
+def _verdict_on_ranks(store: dist.Store, size: int, timeout: timedelta) -> _Verdict:
     try:
         store.wait(["complete"], timeout)
     except dist.DistError:
         present = [rank for rank in range(size) if store.check([f"facts/{rank}"])]
         missing = sorted(set(range(size)) - set(present))
-        nodes = sorted(
-            {json.loads(store.get(f"facts/{rank}"))["node"] for rank in present}
-        )
+        nodes = sorted({_facts_of(store, rank).node for rank in present})
         text = (
             f"{ranks_named(missing)} of {size} did not come within {timeout.total_seconds():g} s "
             f"(run.timeout_minutes); here: {ranks_named(present)} on {', '.join(nodes)}. Look at the node that "
             "is missing, or start the job with fewer."
         )
-        return {"stop": text, "here": len(present)}
+        return _Verdict(len(present), text)
     if store.check(["twice"]):
-        return {"stop": store.get("twice").decode(), "here": int(store.add("count", 0))}
+        return _Verdict(store.add("count", 0), store.get("twice").decode())
     rank_facts = [
-        json.loads(data)
+        msgspec.json.decode(data, type=NodeInfo)
         for data in store.multi_get([f"facts/{rank}" for rank in range(size)])
     ]
     nodes_found, mistakes = _nodes_of(rank_facts)
-    return {
-        "stop": "",
-        "mistakes": [*mistakes, *_differences(rank_facts, store)],
-        "nodes": nodes_found,
-        "here": size,
-    }
+    mistakes += _differences(rank_facts, store)
+    return _Verdict(size, mistakes=mistakes, nodes=nodes_found)
 
 
 def _nodes_of(
-    records: Sequence[Mapping[str, Any]],
-) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
-    """Return (name, ranks, claims, memory) of every node, and what is wrong.
-
-    Nodes with the same name are told apart by agent.
-    """
-    nodes: list[tuple[tuple[str, int], int, list[str], float]] = []
+    records: Sequence[NodeInfo],
+) -> tuple[tuple[Node, ...], list[str]]:
+    """Return every node, and what is wrong. Nodes with the same name are told apart by agent."""
+    nodes: list[Node] = []
+    keys: list[tuple[str, int]] = []
     mistakes = []
     for rank, facts in enumerate(records):
-        key, claims, memory = (
-            (facts["node"], facts["agent"]),
-            list(facts["claims"]),
-            float(facts["memory"]),
-        )
-        if nodes and nodes[-1][0] == key:
-            if claims != nodes[-1][2]:
+        key = (facts.node, facts.agent)
+        if keys and keys[-1] == key:
+            node = nodes[-1]
+            if facts.claims != node.claims:
                 mistakes.append(
-                    f"node {key[0]}: rank {rank} claims {claims}, and the ranks before it {nodes[-1][2]}."
+                    f"node {node.name}: rank {rank} claims {list(facts.claims)}, and the ranks before it "
+                    f"{list(node.claims)}."
                 )
-            nodes[-1] = (key, nodes[-1][1] + 1, nodes[-1][2], min(nodes[-1][3], memory))
-        elif any(key == earlier[0] for earlier in nodes):
+            memory = min(node.memory, facts.memory)
+            nodes[-1] = replace(node, size=node.size + 1, memory=memory)
+        elif key in keys:
             mistakes.append(
-                f"node {key[0]}: rank {rank} is on it, and so are earlier ranks, with another node's between them. "
+                f"node {facts.node}: rank {rank} is on it, and so are earlier ranks, with another node's between them. "
                 "Names of nodes must differ, and a node's ranks be neighbours."
             )
         else:
-            nodes.append((key, 1, claims, memory))
-    names = [key[0] for key, *_ in nodes]
-    return [
-        (name if names.count(name) == 1 else f"{name}.{agent}", count, claims, memory)
-        for (name, agent), count, claims, memory in nodes
-    ], mistakes
+            keys.append(key)
+            nodes.append(Node(facts.node, 1, facts.claims, facts.memory))
+    names = [node.name for node in nodes]
+    named = (
+        node if names.count(node.name) == 1 else replace(node, name=f"{name}.{agent}")
+        for node, (name, agent) in zip(nodes, keys, strict=True)
+    )
+    return tuple(named), mistakes
 
 
-def _differences(records: Sequence[Mapping[str, Any]], store: dist.Store) -> list[str]:
+def _differences(records: Sequence[NodeInfo], store: dist.Store) -> list[str]:
     """Return a message for every configuration key and version in which ranks differ from rank 0."""
-    first = records[0]["agreed"]
+    first = records[0].agreed
     mistakes = []
-    for name in sorted({name for facts in records for name in facts["agreed"]}):
+    for name in sorted({name for facts in records for name in facts.agreed}):
         ranks_by_value: dict[str | None, list[int]] = {}
         for rank, facts in enumerate(records):
-            ranks_by_value.setdefault(facts["agreed"].get(name), []).append(rank)
+            ranks_by_value.setdefault(facts.agreed.get(name), []).append(rank)
         for value, ranks in ranks_by_value.items():
             if value != first.get(name):
-                on = ", ".join(dict.fromkeys(records[rank]["node"] for rank in ranks))
+                on = ", ".join(dict.fromkeys(records[rank].node for rank in ranks))
                 for setting, other_value, firsts in _inside(
                     store, name, value, first.get(name)
                 ):
                     mistakes.append(
                         f"{setting} differs: {other_value} on {ranks_named(ranks)} ({on}), {firsts} on rank 0 "
-                        f"({records[0]['node']}). All nodes need the same."
+                        f"({records[0].node}). All nodes need the same."
                     )
     return mistakes
 

@@ -171,22 +171,26 @@ COUNTED: dict[str, Count] = {
             "allgather_coalesced",
             "_allgather_base",
             "allgather_into_tensor_coalesced",
+            "all_gather_single",
+            "all_gather_single_coalesced",
+            "gather",
         ),
         _all_gather,
     ),
-    **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), _all_gather),
     **dict.fromkeys(
-        ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+        (
+            "reduce_scatter",
+            "_reduce_scatter_base",
+            "reduce_scatter_tensor_coalesced",
+            "reduce_scatter_single",
+            "reduce_scatter_single_coalesced",
+        ),
         _reduce_scatter,
-    ),
-    **dict.fromkeys(
-        ("reduce_scatter_single", "reduce_scatter_single_coalesced"), _reduce_scatter
     ),
     **dict.fromkeys(("alltoall_base", "all_to_all_single"), _all_to_all_single),
     "alltoall": _all_to_all,
     "broadcast": _broadcast,
     "reduce": _reduce,
-    "gather": _all_gather,
     "scatter": _scatter,
     **dict.fromkeys(("recv", "recv_anysource"), _receive),
 }

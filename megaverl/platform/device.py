@@ -47,6 +47,10 @@ class Platform:
             else torch.float32
         )
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `model.dtype` names; "auto" is `default_dtype`."""
+        return self.default_dtype if name == "auto" else getattr(torch, name)
+
     def start(self) -> None:
         """Make `device` the current one, raise the limit of open files, and use one temporary folder."""
         raise_open_files()

@@ -32,6 +32,7 @@ from megaverl.errors import FAILED, INTERRUPTED, MegaverlError
 from megaverl.gpus import count_gpus, gpu_memory
 from megaverl.outside import read_json_file
 from megaverl.processes import end_with_parent, ending_with_parent
+from megaverl.signal_handlers import handling
 
 MODULE = "megaverl.rollout.serving"
 GIB = 2**30
@@ -417,16 +418,8 @@ def _noted_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    # The handlers of the surrounding program come back afterwards.
-    before = {
-        number: signal.signal(number, note)
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
+    with handling((signal.SIGTERM, signal.SIGINT), note):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _health(host: str, port: int) -> int:

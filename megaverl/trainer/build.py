@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +139,7 @@ class Builder:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype that models compute with."""
-        name = self.config.model.dtype
-        return platform.default_dtype if name == "auto" else getattr(torch, name)
+        return platform.dtype(self.config.model.dtype)
 
     @property
     def temperature(self) -> float:
@@ -362,9 +360,9 @@ class Builder:
             world,
             node_of=node_of,
             config=reshard,
-            timeout=self._reshard_timeout,
+            timeout=self.config.reshard_timeout,
             plan=on_load.plan if on_load is not None else None,
-            background=dist.new_group(timeout=self._reshard_timeout)
+            background=dist.new_group(timeout=self.config.reshard_timeout)
             if reshard.overlap
             else None,
         )
@@ -401,9 +399,7 @@ class Builder:
                     run_dir=config.run_dir,
                     max_model_len=config.max_tokens,
                     stop_token_ids=self.tokenizer.stop_token_ids,
-                    image_token=None
-                    if self.images is None
-                    else self.images.processor.token_id,
+                    image_token=self._image_token,
                 )
         # Only vLLM's workers can be extended by code that applies changes.
         keeps_whole = servers.transfer == "nccl" or servers.kind == "sglang"
@@ -508,7 +504,7 @@ class Builder:
             default_group(),
             node_of=lambda place: placement.node_of(members[place]),
             config=reshard,
-            timeout=self._reshard_timeout,
+            timeout=self.config.reshard_timeout,
             group=group,
             # A transfer that overlaps with training needs its own group, because other
             # collectives use the first one meanwhile.
@@ -594,10 +590,6 @@ class Builder:
             if plays
             else None,
         )
-
-    @property
-    def _reshard_timeout(self) -> timedelta:
-        return timedelta(minutes=self.config.reshard_minutes)
 
     def learned_reward(self) -> TrainableModel:
         """Create the reward model of `reward` that the run trains itself."""
@@ -690,7 +682,7 @@ class Builder:
             default_group(),
             node_of=self._node_of,
             config=reshard,
-            timeout=self._reshard_timeout,
+            timeout=self.config.reshard_timeout,
         )
 
     def reward(
@@ -787,8 +779,12 @@ class Builder:
 
     def encoder(self) -> PromptEncoder:
         """Create the encoder of prompts."""
-        token = None if self.images is None else self.images.processor.token_id
-        return PromptEncoder(self.tokenizer, PromptFormat.of(self.config.data), token)
+        data_format = PromptFormat.of(self.config.data)
+        return PromptEncoder(self.tokenizer, data_format, self._image_token)
+
+    @property
+    def _image_token(self) -> int | None:
+        return None if self.images is None else self.images.processor.token_id
 
     def columns(self, *, needs_answer: bool = True) -> Columns:
         """Return the columns of the data that are read."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
+import msgspec
+
 from megaverl.child_checks import (
     DEADLINE_SECONDS,
     Check,
@@ -120,7 +122,7 @@ def preflight(
         if ".train." in task.key:
             counts.append(result_of_task.num_rows)
     if counts and None not in counts:
-        result.num_rows = sum(count for count in counts if count is not None)
+        result.num_rows = sum(filter(None, counts))
     return result
 
 
@@ -304,8 +306,7 @@ def make_runner(context: Any) -> CheckRunner:
     config = Config.model_validate(context)
 
     def run(check: Check) -> CheckResult:
-        fields = {name: check[name] for name in ("kind", "key", "name")}
-        return _run(CodeCheck(**fields, arguments=tuple(check["arguments"])), config)
+        return _run(msgspec.convert(check, CodeCheck), config)
 
     return run
 

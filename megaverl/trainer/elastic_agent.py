@@ -45,6 +45,7 @@ from megaverl.errors import (
 from megaverl.gpus import count_gpus
 from megaverl.processes import FINISHED, ending_with_parent
 from megaverl.rank_environment import prepare_agent
+from megaverl.signal_handlers import handling
 from megaverl.temporary import remove_temporary_folder, temporary_folder
 from megaverl.trainer.preflight import CHECKED
 
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
     prepare_agent(os.environ, nproc)
     _silence_torchs_agent()
     _restart_only_what_failed()
-    with _passing_on_signals():
+    with handling(PASSED_ON, _pass_on):
         try:
             # The job's store lives as long as this reference.
             met = _meet(arguments)
@@ -229,17 +230,6 @@ def _silence_torchs_agent() -> None:
         logger.propagate = False
 
 
-@contextmanager
-def _passing_on_signals() -> Iterator[None]:
-    """Forward SIGTERM and SIGUSR1 to this process's ranks. Without ranks, these signals end this process."""
-    before = {number: signal.signal(number, _pass_on) for number in PASSED_ON}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
     """Print the reasons that the ranks could not print. Return the exit code of the job.
 
@@ -280,6 +270,7 @@ def _interrupted(error: BaseException) -> int:
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Forward a signal to this process's ranks. Without ranks, it ends this process."""
     ranks = [child for child in psutil.Process().children() if _is_rank(child)]
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):  # it has just ended

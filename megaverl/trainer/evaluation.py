@@ -54,9 +54,13 @@ from megaverl.trainer.harness.engine_rows import (
     EngineRows,
     answer_rows,
 )
-from megaverl.trainer.job import Job, PreemptionHandler, Stages
+from megaverl.trainer.job import Job, Stages
 from megaverl.trainer.serving import serve_program
-from megaverl.trainer.validation import held_out_responses, measure_held_out
+from megaverl.trainer.validation import (
+    held_out_prompts,
+    held_out_responses,
+    measure_held_out,
+)
 from megaverl.workers.player import Player
 from megaverl.workers.reward import RewardRole, Scores
 
@@ -171,7 +175,6 @@ def evaluate(
         {"evaluator": worker},
         config=config,
         stages=stages,
-        leave=PreemptionHandler(),
         console=console,
     )
 
@@ -231,9 +234,8 @@ class HeldOutEvaluator(Evaluator):
                 "data.validation: empty. Name the files of held-out prompts to evaluate on."
             )
         data = builder.dataset(validation)
-        count = min(len(data), builder.config.trainer.validation_prompts or len(data))
         super().__init__(builder, console, stages)
-        self._prompts = [data[index] for index in range(count)]
+        self._prompts = held_out_prompts(self.config, data)
         self._reward = builder.reward()
         if note := self._reward.reward.accuracy_note:
             console.print(note)

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megaverl.algorithms.loss import MetricSums, add_metrics
 from megaverl.config.roles import ReshardConfig
-from megaverl.distributed.channels import receive_json, send_json
+from megaverl.distributed.channels import PendingSends, receive_json, send_json
 from megaverl.distributed.collectives import broadcast_json
 from megaverl.distributed.job_context import JobContext, join_some
 from megaverl.distributed.traffic import ISLANDS, count_received
@@ -222,13 +223,7 @@ class ReplicaIsland:
     ) -> MetricSums:
         """Send gradients and loss sums to the coordinator, and return the sums of all islands."""
         self._link.sum_gradients()
-        context, answer = self._context, None
-        coordinator = context.placement.coordinator
-        if context.group_rank == 0:
-            sent = send_json(context, _SUMS, coordinator, as_lists(sums))
-            answer = receive_json(context, _GLOBAL, coordinator)
-            sent.wait()
-        answer = broadcast_json(answer, 0)
+        answer = exchange_sums(self._context, sums, _GLOBAL)
         self._trainable.global_gradient = GlobalGradient(
             norm=answer["norm"], learning_rate=answer["learning_rate"]
         )
@@ -276,9 +271,7 @@ class GlobalModel:
         self.link.sum_gradients()
         total = MetricSums()
         if self._context.group_rank == 0:
-            for rank in self._first_ranks:
-                island_sums = receive_json(self._context, _SUMS, rank)
-                total = add_metrics(total, as_sums(island_sums))
+            total = receive_sums(self._context)
         self._sums = as_sums(broadcast_json(as_lists(total), 0))
         return self._sums
 
@@ -296,19 +289,12 @@ class GlobalModel:
                 "norm": report.norm,
                 "learning_rate": self._trainable.learning_rate,
             }
-            pending = [
-                send_json(self._context, _GLOBAL, rank, answer)
-                for rank in self._first_ranks
-            ]
-            is_applied = receive_json(self._context, _DECISION, self._first_ranks[0])
-            for sent in pending:
-                sent.wait()
+            pending = answer_islands(self._context, _GLOBAL, answer)
+            first = self._context.placement.islands[0][0]
+            is_applied = receive_json(self._context, _DECISION, first)
+            pending.wait()
         self._is_applied = bool(broadcast_json(is_applied, 0))
         return Decision(Verdict.APPLY if self._is_applied else Verdict.SKIP)
-
-    @property
-    def _first_ranks(self) -> list[int]:
-        return [ranks[0] for ranks in self._context.placement.islands]
 
 
 def island_of(context: JobContext) -> tuple[int, int]:
@@ -316,6 +302,34 @@ def island_of(context: JobContext) -> tuple[int, int]:
     islands = context.placement.islands
     number = next(n for n, ranks in enumerate(islands) if context.rank in ranks)
     return number, len(islands)
+
+
+def exchange_sums(context: JobContext, sums: MetricSums, answer_name: str) -> Any:
+    """Send an island's loss sums to the coordinator, and return its answer. Collective over the island's ranks."""
+    answer = None
+    if context.group_rank == 0:
+        coordinator = context.placement.coordinator
+        sent = send_json(context, _SUMS, coordinator, as_lists(sums))
+        answer = receive_json(context, answer_name, coordinator)
+        sent.wait()
+    return broadcast_json(answer, 0)
+
+
+def receive_sums(context: JobContext) -> MetricSums:
+    """Return the sum of the loss sums that all islands sent, in the order of the islands."""
+    total = MetricSums()
+    for ranks in context.placement.islands:
+        island_sums = receive_json(context, _SUMS, ranks[0])
+        total = add_metrics(total, as_sums(island_sums))
+    return total
+
+
+def answer_islands(context: JobContext, name: str, answer: Any) -> PendingSends:
+    """Start to send the answer that `exchange_sums` returns on every island."""
+    pending = PendingSends()
+    for ranks in context.placement.islands:
+        pending.add(send_json(context, name, ranks[0], answer))
+    return pending
 
 
 def as_lists(sums: MetricSums) -> dict[str, list[float]]:

@@ -26,18 +26,26 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from megaverl.algorithms.loss import MetricSums, add_metrics
+from megaverl.algorithms.loss import MetricSums
 from megaverl.config import Config
 from megaverl.config.roles import CoordinatorConfig
-from megaverl.distributed.channels import Channel, PendingSends, receive_json, send_json
-from megaverl.distributed.collectives import broadcast_json, reduce_json
+from megaverl.distributed.channels import Channel, PendingSends
+from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.traffic import ISLANDS, count_received
 from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
-from megaverl.trainer.global_model import GlobalModel, as_lists, as_sums, island_of
+from megaverl.trainer.global_model import (
+    GlobalModel,
+    answer_islands,
+    as_lists,
+    as_sums,
+    exchange_sums,
+    island_of,
+    receive_sums,
+)
 from megaverl.trainer.roles import BESIDE_ACTOR
 from megaverl.workers.decisions import UpdateCounts
 from megaverl.workers.trainable import TrainableModel
@@ -338,7 +346,7 @@ class Island:
             # A plain sum, because the loss was divided by the tokens of the whole
             # mini-batch.
             self._member.join(self._trainable.gradients)
-            return self._join_sums(sums)
+            return as_sums(exchange_sums(self._context, sums, _SUMS))
         # The loss was divided by the tokens of the whole mini-batch. Divide by the
         # tokens of this island instead.
         island_tokens = self._own_tokens(micro_batches)
@@ -415,16 +423,6 @@ class Island:
             )
         )
 
-    def _join_sums(self, sums: MetricSums) -> MetricSums:
-        """Sum the metrics of all islands through their first ranks. Collective over the ranks of this island."""
-        context, whole = self._context, None
-        if context.group_rank == 0:
-            coordinator = context.placement.coordinator
-            sent = send_json(context, _SUMS, coordinator, as_lists(sums))
-            whole = receive_json(context, _SUMS, coordinator)
-            sent.wait()
-        return as_sums(broadcast_json(whole, 0))
-
 
 class IslandUpdates:
     """Coordinator's part of updates that the islands join.
@@ -465,12 +463,7 @@ class IslandUpdates:
 def serve_update(context: JobContext) -> None:
     """Serve one update that the islands join: their gradients, then their loss sums."""
     serve_join(context)
-    firsts = [ranks[0] for ranks in context.placement.islands]
-    total = MetricSums()
-    for rank in firsts:
-        total = add_metrics(total, as_sums(receive_json(context, _SUMS, rank)))
-    for sent in [send_json(context, _SUMS, rank, as_lists(total)) for rank in firsts]:
-        sent.wait()
+    answer_islands(context, _SUMS, as_lists(receive_sums(context))).wait()
 
 
 def exchanges(updates: int, config: CoordinatorConfig, done: int) -> Iterator[bool]:

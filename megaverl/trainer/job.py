@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +46,7 @@ from megaverl.monitoring.timeline import Timeline
 from megaverl.monitoring.tracker import installed
 from megaverl.platform import platform
 from megaverl.processes import freeze_objects, thaw_objects
+from megaverl.signal_handlers import handling
 from megaverl.version import __version__
 
 PYTHON_THRESHOLD = (700, 10, 10)  # default thresholds of Python's garbage collector
@@ -316,15 +317,9 @@ class PreemptionHandler:
 
     number = 0
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle the signals inside. The previous handlers are restored afterwards."""
-        before = {number: signal.signal(number, self._note) for number in HANDLED}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Return a context in which the signals are handled."""
+        return handling(HANDLED, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number

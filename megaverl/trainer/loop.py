@@ -624,20 +624,16 @@ class Trainer:
         notes = []
         sampling = before["rollout"]["sampling"]
         keys = ", ".join(change.key for change in changed)
+        steps = set(self.step.waiting)
         if self.cut_off is not None:
             self.cut_off = self.cut_off.drawn_with(sampling)
+            steps.add(self.cut_off.step)
         self.step.waiting = {
             step: stored.drawn_with(sampling)
             for step, stored in self.step.waiting.items()
         }
-        steps = sorted(
-            {
-                *self.step.waiting,
-                *([self.cut_off.step] if self.cut_off is not None else []),
-            }
-        )
         if steps:
-            numbers = ", ".join(str(step + 1) for step in steps)
+            numbers = ", ".join(str(step + 1) for step in sorted(steps))
             notes.append(
                 f"responses of step {numbers} are trained on as they were generated before {keys} changed"
             )

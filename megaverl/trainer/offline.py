@@ -107,22 +107,7 @@ class TrainerGroup(WorkerGroup):
         return self._controller.signal
 
 
-def with_longest(config: Config, longest: int | None) -> Config:
-    """Return the configuration with the maximum response length of a stage, for a `Builder`.
-
-    Args:
-        longest: maximum tokens of a response in the rows, or None to keep the limit of generated responses.
-    """
-    if longest is None:
-        return config
-    sampling = {**config.rollout.sampling, "max_tokens": longest}
-    return config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"sampling": sampling})}
-    )
-
-
 def with_optimizer(
-    builder: Builder,
     model: TrainingModel,
     role: ActorConfig | RewardModelConfig,
     stage: SFTConfig | PreferenceConfig,

@@ -175,7 +175,7 @@ class GroupsInProgress:
             version: version of the engine's weights.
         """
         going = [
-            (place, number)
+            (place, group, number)
             for place, group in enumerate(self.groups)
             # Finished responses of unfinished groups wait for the rest of their group.
             for number, response in enumerate(group.responses)
@@ -184,8 +184,7 @@ class GroupsInProgress:
         # Share equal options among requests, so that the engine handles these together.
         limited: dict[tuple[SamplingOptions, int], SamplingOptions] = {}
         prompts, sampling, seeds = [], [], []
-        for place, number in going:
-            group = self.groups[place]
+        for _, group, number in going:
             options, response = group.sampling[number], group.responses[number]
             prompts.append([*group.prompt.token_ids, *response.token_ids])
             chunk = min(most, options.max_tokens - len(response.token_ids))
@@ -200,10 +199,9 @@ class GroupsInProgress:
         # All responses of a group go to the same engine in every round, which has their
         # keys and values in its cache.
         parts = rollout.generate(
-            prompts, sampling, seeds, conversations=[place for place, _ in going]
+            prompts, sampling, seeds, conversations=[place for place, *_ in going]
         )
-        for (place, number), part in zip(going, parts, strict=True):
-            group = self.groups[place]
+        for (_, group, number), part in zip(going, parts, strict=True):
             group.responses[number].append(
                 part, version, group.sampling[number].max_tokens
             )

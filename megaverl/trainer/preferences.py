@@ -94,7 +94,7 @@ class PreferenceTrainer(PairTrainer):
             pairs_only=not reads_single_responses(preference.loss),
         )
         model = builder.model(actor, "actor", trained=actor.lora is None)
-        policy = with_optimizer(builder, model, actor, preference)
+        policy = with_optimizer(model, actor, preference)
         self.trained = {"actor": policy}
         self.updates = PreferenceUpdates(
             policy,
@@ -124,7 +124,7 @@ class RewardModelTrainer(PairTrainer):
         model = builder.model(
             section, "reward_model", path=section.path, value_head=1, trained=fresh
         )
-        classifier = with_optimizer(builder, model, section, config.preference)
+        classifier = with_optimizer(model, section, config.preference)
         self.trained = {"reward_model": classifier}
         self.updates = RewardModelUpdates(
             classifier,

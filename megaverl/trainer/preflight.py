@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from megaverl.config import Config
 from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.field_needs import FieldMachine, need_mistakes, without_repeats
@@ -269,26 +271,17 @@ def check_in_ranks(config: Config, command: str, group: dist.ProcessGroup) -> No
     if os.environ.get("LOCAL_RANK", "0") == "0":
         # Report any exception, because the other ranks wait for this rank.
         try:
-            issues = [asdict(issue) for issue in preflight(config, command).issues]
+            issues = preflight(config, command).issues
         except Exception as error:
-            issues = [
-                asdict(
-                    ConfigIssue(
-                        "run",
-                        f"its code and data cannot be checked: {describe(error)}.",
-                    )
-                )
-            ]
-        report = {"host": socket.gethostname(), "issues": issues}
+            problem = f"its code and data cannot be checked: {describe(error)}."
+            issues = [ConfigIssue("run", problem)]
+        report = {"host": socket.gethostname(), "issues": list(map(asdict, issues))}
     # Imported here because it imports torch, which only ranks need.
     from megaverl.distributed.collectives import reduce_json
 
     merged = reduce_json(report, _merge_reports, group)
     if merged:
-        mistakes = [
-            ConfigIssue(**{**issue, "involves": tuple(issue["involves"])})
-            for issue in merged
-        ]
+        mistakes = msgspec.convert(merged, list[ConfigIssue])
         raise InvalidConfig(mistakes, "code and data that it names")
 
 

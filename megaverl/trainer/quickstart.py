@@ -154,24 +154,14 @@ def _report(trainer: Trainer, console: Console) -> None:
         (int(record["step"]), record)
         for record in read_metrics(trainer.run_dir / "metrics.jsonl")
     ]
-    held_out = [
-        (step, m["validation/accuracy"])
-        for step, m in records
-        if "validation/accuracy" in m
-    ]
-    training = [
-        (step, m["reward/accuracy"]) for step, m in records if "reward/accuracy" in m
-    ]
+
+    def series(name: str) -> list[tuple[int, float]]:
+        return [(step, metrics[name]) for step, metrics in records if name in metrics]
+
+    held_out, training = series("validation/accuracy"), series("reward/accuracy")
     has_accuracy = bool(training)
     if not has_accuracy:  # no response can count as correct
-        training = [
-            (step, m["reward/mean"]) for step, m in records if "reward/mean" in m
-        ]
-        held_out = [
-            (step, m["validation/reward"])
-            for step, m in records
-            if "validation/reward" in m
-        ]
+        held_out, training = series("validation/reward"), series("reward/mean")
     metric, low, high = (
         ("accuracy", 0.0, 1.0) if has_accuracy else ("reward", None, None)
     )

@@ -159,16 +159,11 @@ class Replanning:
             lengths = sequence_lengths(batch)
             self._prompts += lengths.prompt_lengths
             self._responses += lengths.response_lengths
-            times = {
-                name.removeprefix("time/"): value
-                for name, value in metrics.items()
-                if name.startswith("time/")
-            }
             self._seconds.append(
                 {
-                    n.removesuffix("_ms"): v / 1e3
-                    for n, v in times.items()
-                    if n.endswith("_ms")
+                    name.removeprefix("time/").removesuffix("_ms"): value / 1e3
+                    for name, value in metrics.items()
+                    if name.startswith("time/") and name.endswith("_ms")
                 }
             )
         if done % self.every or not self._seconds:

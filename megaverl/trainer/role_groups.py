@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from megaverl.config import Config
 from megaverl.controller.core import Controller, Wanted, list_references
@@ -327,16 +327,8 @@ class TrainedGroup(SampleGroup):
     reporting: tuple[int, ...] = ()
     islands: IslandGroup | None = None
     rules = Rules()
-
-    def __init__(
-        self,
-        role: str,
-        ranks: Sequence[int],
-        controller: Controller,
-        assignments: Assignments | None = None,
-    ) -> None:
-        super().__init__(role, ranks, controller, assignments)
-        self._decisions: set[asyncio.Task[None]] = set()
+    # Running tasks, which Python would otherwise collect.
+    _decisions: ClassVar[set[asyncio.Task[None]]] = set()
 
     def begin_update(
         self, rollouts: Ref[RolloutBatch], experience: Ref[Fields], step: int

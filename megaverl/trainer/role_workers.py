@@ -8,7 +8,7 @@ including the role's collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -60,40 +60,32 @@ class ReceiverWorker:
         """Return immediately. The transfer of the arguments to this rank is the purpose of the call."""
 
 
+@dataclass
 class RolloutWorker:
     """Worker that generates responses.
 
-    Args:
-        state: this rank's roles and the metrics of the running steps.
-        prompts: the run's prompts, positioned at the next step.
-        store: converts between batches and values of the program.
-        held_out: returns the held-out prompts.
-        sender: sends finished samples to the ranks that score them, or None if this rank sends none.
-
     Attributes:
+        _state: this rank's roles and the metrics of the running steps.
+        _prompts: the run's prompts, positioned at the next step.
+        _store: converts between batches and values of the program.
+        _held_out: returns the held-out prompts.
+        _sender: sends finished samples to the ranks that score them, or None if this rank sends none.
         cut_off: samples of the step in which the run was left before, from its checkpoint.
         taken: by step, the prompts of generated responses. The operator worker removes the entries that it uses.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        prompts: Prompts,
-        store: SampleStore,
-        held_out: Callable[[], Sequence[PromptRecord]] = tuple,
-        sender: SampleSender | None = None,
-    ) -> None:
-        self._state, self._operators, self._stages = (
-            state,
-            state.step,
-            state.stages,
-        )
-        self._config, self._prompts, self._store = state.step.config, prompts, store
-        self._held_out = held_out
-        self._sender = sender
-        self.cut_off: StoredRollouts | None = None
-        self.taken: dict[int, Sequence[PromptRecord]] = {}
-        self._rounds: SamplingRounds | None = None
+    _state: RunState
+    _prompts: Prompts
+    _store: SampleStore
+    _held_out: Callable[[], Sequence[PromptRecord]] = tuple
+    _sender: SampleSender | None = None
+    cut_off: StoredRollouts | None = None
+    taken: dict[int, Sequence[PromptRecord]] = field(default_factory=dict)
+    _rounds: SamplingRounds | None = None
+
+    def __post_init__(self) -> None:
+        self._operators, self._stages = self._state.step, self._state.stages
+        self._config = self._state.config
 
     def generate(self, step: int) -> SampleValue:
         """Return the step's responses: from an interrupted run, from a replayed run, or newly generated.
@@ -495,35 +487,27 @@ class IslandWorker:
         return True
 
 
+@dataclass
 class OperatorWorker:
     """Worker that runs the operators of a flow.
 
-    Args:
-        state: this rank's roles and the metrics of the running steps.
-        prompts: the run's prompts, positioned at the next step.
-        store: converts values of the program to batches.
-        rollout: this rank's rollout worker, whose prompts the flow reuses.
-        rewards: this rank's reward worker, with rewards from the checkpoint that the run resumed from.
+    Attributes:
+        _state: this rank's roles and the metrics of the running steps.
+        _prompts: the run's prompts, positioned at the next step.
+        _store: converts values of the program to batches.
+        _rollout: this rank's rollout worker, whose prompts the flow reuses.
+        _rewards: this rank's reward worker, with rewards from the checkpoint that the run resumed from.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        prompts: Prompts,
-        store: SampleStore,
-        rollout: RolloutWorker,
-        rewards: RewardWorker,
-    ) -> None:
-        self._operators, self._stages = state.step, state.stages
-        self._generates = state.generates
-        self._prompts, self._store, self._rollout, self._rewards = (
-            prompts,
-            store,
-            rollout,
-            rewards,
-        )
+    _state: RunState
+    _prompts: Prompts
+    _store: SampleStore
+    _rollout: RolloutWorker
+    _rewards: RewardWorker
+
+    def __post_init__(self) -> None:
         self._by_name = {
-            operator.name: operator for operator in state.flow.plan.operators
+            operator.name: operator for operator in self._state.flow.plan.operators
         }
         self._shapes = ShapeChecker()
         self._given: dict[str, Any] = {}
@@ -537,14 +521,14 @@ class OperatorWorker:
         Returns:
             Names of the values that the operators are given: the prompts, the step, and restored rewards.
         """
-        operators = self._operators
+        operators = self._state.step
         self._shapes = ShapeChecker()
         epoch = operators.epochs.get(step, self._prompts.epoch)
         prompts = self._rollout.taken.pop(step, [])
         # Ranks with an engine have already taken the prompts of existing responses from
         # the stream.
         has_taken = "rollouts" in made and (
-            self._generates or operators.config.samples_in_rounds
+            self._state.generates or operators.config.samples_in_rounds
         )
         if not has_taken:
             prompts = self._prompts.take(operators.num_prompts)
@@ -565,7 +549,7 @@ class OperatorWorker:
         """Run an operator on its inputs, given in the order of `Operator.takes`. Return its outputs by name."""
         operator = self._by_name[name]
         values = dict(zip(operator.takes, map(self._as_batch, inputs), strict=True))
-        with self._stages(name):
+        with self._state.stages(name):
             return self._shapes.call(operator, values)
 
     def pick(self, values: dict[str, Any], name: str) -> Any:

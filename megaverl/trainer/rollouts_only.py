@@ -20,7 +20,7 @@ from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job, PreemptionHandler, Stages
+from megaverl.trainer.job import Job, Stages
 from megaverl.trainer.program import policy_step, sample
 from megaverl.trainer.role_groups import make_run
 from megaverl.trainer.role_workers import RewardWorker, RolloutWorker
@@ -127,7 +127,6 @@ def generate_only(config: Config, console: Console, job: Job) -> None:
         workers,
         config=config,
         stages=stages,
-        leave=PreemptionHandler(),
         console=console,
     )
     console.print(f"rollouts of {config.trainer.steps} steps are in {folder.folder}")

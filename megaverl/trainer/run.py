@@ -167,10 +167,18 @@ def _reward(
 
 
 def _offline_builder(config: Config, longest: int | None) -> Builder:
-    from megaverl.trainer.build import Builder
-    from megaverl.trainer.offline import with_longest
+    """Create the builder of a stage on rows, whose longest response replaces that of sampling.
 
-    return Builder(with_longest(config, longest))
+    Args:
+        longest: maximum tokens of a response in the rows, or None to keep the limit of generated responses.
+    """
+    from megaverl.trainer.build import Builder
+
+    if longest is not None:
+        sampling = {**config.rollout.sampling, "max_tokens": longest}
+        rollout = config.rollout.model_copy(update={"sampling": sampling})
+        config = config.model_copy(update={"rollout": rollout})
+    return Builder(config)
 
 
 def _eval(config: Config, console: Console, job: Job, options: dict[str, Any]) -> None:

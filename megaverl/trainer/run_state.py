@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,7 +241,6 @@ class RunState:
         global_models: dict[str, GlobalModel] = {}
         if not self.config.aggregates_gradients:
             return global_models
-        timeout = timedelta(minutes=self.config.reshard_minutes)
         is_global = bool(self.roles.global_models)
         for role, trainable in self.roles.trained.items():
             if not is_global and role not in self._replicas:
@@ -250,7 +248,11 @@ class RunState:
             assert isinstance(trainable, MegatronGradients)
             with trainable.present():
                 link = GlobalModelLink(
-                    self.context, role, trainable, self.config.reshard, timeout
+                    self.context,
+                    role,
+                    trainable,
+                    self.config.reshard,
+                    self.config.reshard_timeout,
                 )
                 link.send_weights()
             # The transfer at the start belongs to no step.
@@ -374,7 +376,7 @@ class RunState:
     def begin_sync(self) -> None:
         """Count the time for which the engines waited for new weights."""
         if self.generates:
-            self.waiting.add_pause(time.perf_counter() - self._idle_since)
+            self.waiting.paused += time.perf_counter() - self._idle_since
 
     @property
     def _keeps_waiting(self) -> bool:

@@ -143,8 +143,16 @@ class Records:
 
 # Keys that every sample record has. Values from `log_extra` do not replace them.
 OF_SAMPLES = (
-    *("step", "split", "agent", "episode", "turns"),
-    *("prompt", "response", "reference", "reward", "finish_reason"),
+    "step",
+    "split",
+    "agent",
+    "episode",
+    "turns",
+    "prompt",
+    "response",
+    "reference",
+    "reward",
+    "finish_reason",
 )
 
 

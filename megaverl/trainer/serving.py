@@ -22,7 +22,7 @@ def serve_program(
     *,
     config: Config,
     stages: Stages,
-    leave: PreemptionHandler,
+    leave: PreemptionHandler | None = None,
     console: Console,
     dialogue: Dialogue | None = None,
 ) -> None:
@@ -32,7 +32,7 @@ def serve_program(
         program: makes the program, which runs on the coordinator's rank.
         workers: workers of this rank by role.
         stages: this rank's place in the job. They show the controller what this rank does.
-        leave: notes signals, which reach the program with the replies to its calls.
+        leave: notes signals, which reach the program with the replies to its calls. None: they end the process.
         dialogue: lets workers' methods ask the program.
 
     Raises:
@@ -49,7 +49,7 @@ def serve_program(
             workers,
             mover,
             waiting=waiting,
-            signal=lambda: leave.number,
+            signal=lambda: leave.number if leave is not None else 0,
             dialogue=dialogue,
         )
     # Sent tensors must stay alive until their receivers have taken them.

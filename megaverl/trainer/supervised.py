@@ -18,7 +18,7 @@ from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job, PreemptionHandler, Stages
+from megaverl.trainer.job import Job, Stages
 from megaverl.trainer.offline import OfflineTrainer, TrainerGroup, with_optimizer
 from megaverl.trainer.saving import export_model
 from megaverl.trainer.serving import serve_program
@@ -37,7 +37,7 @@ class AnswerUpdates:
         self.model = builder.model(
             config.actor, "actor", trained=config.actor.lora is None
         )
-        self.trainable = with_optimizer(builder, self.model, config.actor, config.sft)
+        self.trainable = with_optimizer(self.model, config.actor, config.sft)
 
     def update(self, records: Sequence[PromptRecord], step: int) -> dict[str, float]:
         """Run one optimizer step on these pairs. Collective over all ranks."""
@@ -89,7 +89,8 @@ def warm_up(
 
     async def program(controller: Controller) -> None:
         trainers = TrainerGroup("trainer", range(controller.num_ranks), controller)
-        await take_steps(trainers, num_steps)
+        for step in range(num_steps):
+            await trainers.take_step(step)
 
     with console.progress("supervised warm-up", num_steps) as worker.advance:
         serve_program(
@@ -97,16 +98,9 @@ def warm_up(
             {"trainer": worker},
             config=config,
             stages=stages,
-            leave=PreemptionHandler(),
             console=console,
         )
     return worker.model
-
-
-async def take_steps(trainers: TrainerGroup, num_steps: int) -> None:
-    """Run optimizer steps, and nothing in between."""
-    for step in range(num_steps):
-        await trainers.take_step(step)
 
 
 class WarmUpWorker:

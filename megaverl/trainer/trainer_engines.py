@@ -46,6 +46,7 @@ def make_model(
         ConfigError, ModelError, GridError: the engine does not support the model or the settings.
     """
     trained = config if isinstance(config, TrainedConfig) else None
+    freeze = trained.freeze if trained else ()
     options = ModelOptions(
         dtype=dtype,
         seed=run.run.seed,
@@ -74,7 +75,7 @@ def make_model(
             options,
             num_steps=int(run.speculation["num_speculative_tokens"]),
             fsdp=config.fsdp,
-            freeze=trained.freeze if trained else (),
+            freeze=freeze,
         )
     if config.engine == "fsdp":
         return FSDPModel(
@@ -84,7 +85,7 @@ def make_model(
             options,
             fsdp=config.fsdp,
             trust_remote_code=run.model.trust_remote_code,
-            freeze=trained.freeze if trained else (),
+            freeze=freeze,
         )
     spec = (
         read_model(folder)[1]
@@ -96,7 +97,7 @@ def make_model(
         grid,
         options,
         config.megatron,
-        freeze=trained.freeze if trained else (),
+        freeze=freeze,
     )
 
 

@@ -175,6 +175,7 @@ def _try_engine(config: Config) -> str:
     os.environ.update(
         {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.rollout.tp)}
     )
+    from megaverl.platform import platform
     from megaverl.rollout import vllm_engine
     from megaverl.rollout.vllm_options import VLLMOptions
     from megaverl.rollout.vllm_tracing import inspect_here
@@ -189,7 +190,7 @@ def _try_engine(config: Config) -> str:
             spec,
             VLLMOptions(
                 seed=config.run.seed,
-                dtype=_dtype_of(config),
+                dtype=platform.dtype(config.model.dtype),
                 max_model_len=config.max_tokens,
                 load_weights=False,
                 trust_remote_code=config.model.trust_remote_code,
@@ -201,16 +202,6 @@ def _try_engine(config: Config) -> str:
     except MegaverlError as error:
         return _sentence(str(error))
     return ""
-
-
-def _dtype_of(config: Config) -> Any:
-    """Return the torch dtype of the models."""
-    import torch
-
-    from megaverl.platform import platform
-
-    name = config.model.dtype
-    return platform.default_dtype if name == "auto" else getattr(torch, name)
 
 
 def _try_role(config: Config, command: str, role: str) -> CheckResult:
@@ -225,7 +216,7 @@ def _try_role(config: Config, command: str, role: str) -> CheckResult:
     section: Any = getattr(config, role)
     folder = getattr(section, "path", None) or config.model.path
     spec = ModelSpec.from_folder(folder)
-    dtype = _dtype_of(config)
+    dtype = platform.dtype(config.model.dtype)
     sizes = grid_sizes(section)
     stage, experts = (
         sizes["tp"] * sizes["cp"],

@@ -56,13 +56,7 @@ class Validation:
     def prompts(self) -> list[PromptRecord]:
         """Return the held-out prompts, at most `trainer.validation_prompts`."""
         assert self.data is not None
-        most = self.config.trainer.validation_prompts
-        return [
-            self.data[i]
-            for i in range(
-                len(self.data) if most is None else min(len(self.data), most)
-            )
-        ]
+        return held_out_prompts(self.config, self.data)
 
     def note(self, done: int, result: HeldOutResult) -> None:
         """Update the best validation, then write and print this one.
@@ -103,6 +97,12 @@ class Validation:
         self.best = Best(
             int(state["step"]), float(state["value"]), float(state.get("tie", 0.0))
         )
+
+
+def held_out_prompts(config: Config, data: PromptDataset) -> list[PromptRecord]:
+    """Return the first `trainer.validation_prompts` rows of a data set."""
+    count = min(len(data), config.trainer.validation_prompts or len(data))
+    return [data[index] for index in range(count)]
 
 
 # Step number that seeds the draws of validations. No training step has it, so no seed

@@ -21,6 +21,7 @@ class WaitingSamples:
     """Samples that wait for training, as seen by the engines' ranks of a run with separate role groups.
 
     Attributes:
+        paused: seconds for which the engines waited for new weights, since the last samples.
         is_here: whether this rank keeps the samples. Only the first rank of the engines does.
     """
 
@@ -29,7 +30,7 @@ class WaitingSamples:
         placement = context.placement
         self.is_here = context.rank == placement.ranks["rollout"][0]
         self._is_async = config.rollout.async_rollout
-        self._paused = 0.0
+        self.paused = 0.0
         self._kept: dict[int, StoredRollouts] = {}
         self._samplers: dict[int, dict[str, Any]] = {}
 
@@ -63,10 +64,6 @@ class WaitingSamples:
         if (kept := self._kept.get(step)) is not None:
             self.keep(replace(kept, scores=scores, metrics=dict(metrics)))
 
-    def add_pause(self, seconds: float) -> None:
-        """Add time in which the engines waited for new weights."""
-        self._paused += seconds
-
     def metrics(self, ahead: int, measured: Mapping[str, float]) -> dict[str, float]:
         """Return staleness, queue depth and waiting time of a step's samples.
 
@@ -74,7 +71,7 @@ class WaitingSamples:
             ahead: number of steps that the samples are ahead of training.
             measured: metrics of the samples so far. Values from before an interruption take precedence.
         """
-        paused, self._paused = self._paused, 0.0
+        paused, self.paused = self.paused, 0.0
         staleness = {"rollout/staleness": float(ahead)}
         if self._is_async:
             staleness["queue/depth"] = float((ahead + 1) * self._samples_per_step)
