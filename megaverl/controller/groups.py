@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from megaverl.controller.core import Controller, Wanted, first_value
 from megaverl.controller.messages import Reply
 from megaverl.controller.references import PendingCall, Ref
 
 T = TypeVar("T")
+P = ParamSpec("P")
+G = TypeVar("G", bound="WorkerGroup")
+
+
+def remote(
+    stub: Callable[Concatenate[G, P], T],
+) -> Callable[Concatenate[G, P], PendingCall[T]]:
+    """Make a method of a worker group that runs the worker's method of the same name on the ranks.
+
+    The decorated function has a signature and a docstring, and no body. If it returns a
+    `Ref`, the value stays on the ranks. Any other value comes back to the program.
+    """
+    signature = inspect.signature(stub)
+
+    @functools.wraps(stub)
+    def method(group: G, /, *arguments: P.args, **keywords: P.kwargs) -> PendingCall[T]:
+        _, *values = signature.bind(group, *arguments, **keywords).args
+        kind = _returned(stub)
+        if typing.get_origin(kind) is Ref:
+            return cast(PendingCall[T], group.keep(stub.__name__, *values))
+        return group.report(stub.__name__, kind, *values)
+
+    return method
+
+
+@functools.cache
+def _returned(stub: Callable[..., Any]) -> Any:
+    """Return the type that a function returns. Annotations are evaluated when it is called first."""
+    return typing.get_type_hints(stub)["return"]
 
 
 class WorkerGroup:
@@ -20,17 +52,25 @@ class WorkerGroup:
 
     Example:
         class ActorGroup(WorkerGroup):
-            def log_probs(self, batch: Ref[RolloutBatch]) -> PendingCall[Ref[Tensor]]:
-                return self.keep("log_probs", batch)              # the tensor stays on the ranks
+            @remote
+            def log_probs(self, batch: Ref[RolloutBatch]) -> Ref[Tensor]:
+                ...  # the tensor stays on the ranks
 
-            def update(self, batch: Ref[RolloutBatch]) -> PendingCall[UpdateReport]:
-                return self.report("update", UpdateReport, batch)  # a small value comes back
+            @remote
+            def update(self, batch: Ref[RolloutBatch]) -> UpdateReport:
+                ...  # a small value comes back
+
+        pending = actor.update(batch)  # PendingCall[UpdateReport]
     """
 
     def __init__(self, role: str, ranks: Sequence[int], controller: Controller) -> None:
         self.role = role
         self.ranks = tuple(ranks)
         self._controller = controller
+
+    def _wanted(self, arguments: Sequence[object]) -> Mapping[int, Wanted] | None:
+        """Return what each rank needs of the references among the arguments of a call (`Controller.call`)."""
+        return None
 
     def keep(
         self,
@@ -56,7 +96,7 @@ class WorkerGroup:
             arguments,
             finish=finish,
             keeps=True,
-            wanted=wanted,
+            wanted=self._wanted(arguments) if wanted is None else wanted,
             asking=asking,
         )
 
@@ -79,6 +119,6 @@ class WorkerGroup:
             method,
             arguments,
             finish=first_value(kind),
-            wanted=wanted,
+            wanted=self._wanted(arguments) if wanted is None else wanted,
             asking=asking,
         )

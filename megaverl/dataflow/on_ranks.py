@@ -9,8 +9,8 @@ from typing import Any
 
 from megaverl.controller.connection import ControllerConnection
 from megaverl.controller.core import CallTimeouts, Controller
-from megaverl.controller.groups import WorkerGroup
-from megaverl.controller.references import PendingCall, Ref
+from megaverl.controller.groups import WorkerGroup, remote
+from megaverl.controller.references import Ref
 from megaverl.dataflow.job import TIMEOUT, context_for
 from megaverl.dataflow.plan import CompiledFlow, Places
 from megaverl.dataflow.runner import OperatorRunner
@@ -20,17 +20,17 @@ from megaverl.dataflow.value_mover import ValueMover
 class FlowGroup(WorkerGroup):
     """Group of ranks that run operators of a flow."""
 
-    def given(self, name: str) -> PendingCall[Ref[Any]]:
+    @remote
+    def given(self, name: str) -> Ref[Any]:
         """Return a value that the caller passed to the flow on every rank."""
-        return self.keep("given", name)
 
-    def run(self, operator: str, inputs: list[Ref[Any]]) -> PendingCall[Ref[Any]]:
+    @remote
+    def run(self, operator: str, inputs: list[Ref[Any]]) -> Ref[Any]:
         """Run an operator. Return its outputs as one value."""
-        return self.keep("run", operator, inputs)
 
-    def pick(self, outputs: Ref[Any], name: str) -> PendingCall[Ref[Any]]:
+    @remote
+    def pick(self, outputs: Ref[Any], name: str) -> Ref[Any]:
         """Return one of the outputs."""
-        return self.keep("pick", outputs, name)
 
 
 class FlowWorker:

@@ -16,11 +16,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import NoneType
 
 from megaverl.controller.core import Controller
-from megaverl.controller.groups import WorkerGroup
-from megaverl.controller.references import PendingCall, Ref
+from megaverl.controller.groups import WorkerGroup, remote
+from megaverl.controller.references import Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.trainer.program import send_weights, train_on
 from megaverl.trainer.role_groups import (
@@ -47,25 +46,25 @@ from megaverl.workers.rollout import AgentRollouts
 class AgentsGroup(WorkerGroup):
     """All ranks, for the samples and the metrics of each agent."""
 
+    @remote
     def select_rollouts(
         self, rollouts: Ref[RolloutBatch], agent: str, step: int
-    ) -> PendingCall[Ref[RolloutBatch]]:
+    ) -> Ref[RolloutBatch]:
         """Begin the training of an agent in a step. Return its own responses."""
-        return self.keep("select_rollouts", rollouts, agent, step)
 
+    @remote
     def select_scores(
         self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], agent: str
-    ) -> PendingCall[Ref[Scores]]:
+    ) -> Ref[Scores]:
         """Return the rewards of an agent's own responses."""
-        return self.keep("select_scores", rollouts, scores, agent)
 
-    def end_training(self, scores: Ref[Scores], agent: str) -> PendingCall[None]:
+    @remote
+    def end_training(self, scores: Ref[Scores], agent: str) -> None:
         """Record the metrics of an agent's training.
 
         Args:
             scores: rewards of the agent's own responses.
         """
-        return self.report("end_training", NoneType, scores, agent)
 
 
 @dataclass(frozen=True)

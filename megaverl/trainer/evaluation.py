@@ -20,15 +20,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import NoneType
 
 import torch.distributed as dist
 
 from megaverl.config import Config
 from megaverl.config.run import RewardConfig, SourceConfig
 from megaverl.controller.core import Controller
-from megaverl.controller.groups import WorkerGroup
-from megaverl.controller.references import PendingCall, Ref
+from megaverl.controller.groups import WorkerGroup, remote
+from megaverl.controller.references import Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.suites import IDENTITY, SUITES, Suite
@@ -98,39 +97,37 @@ async def evaluate_tasks(
 class EvaluatorGroup(WorkerGroup):
     """All ranks of a job that evaluates a model."""
 
-    def begin(self, name: str) -> PendingCall[None]:
+    @remote
+    def begin(self, name: str) -> None:
         """Prepare the prompts and the reward of a set."""
-        return self.report("begin", NoneType, name)
 
-    def generate(self) -> PendingCall[Ref[RolloutBatch]]:
+    @remote
+    def generate(self) -> Ref[RolloutBatch]:
         """Generate `trainer.validation_samples` responses to each prompt of the set.
 
         The responses of every call have the same seeds, so that two evaluations differ
         only by the model.
         """
-        return self.keep("generate")
 
-    def score(self, responses: Ref[RolloutBatch]) -> PendingCall[Ref[Scores]]:
+    @remote
+    def score(self, responses: Ref[RolloutBatch]) -> Ref[Scores]:
         """Compute the rewards of the responses."""
-        return self.keep("score", responses)
 
-    def report_set(
-        self, responses: Ref[RolloutBatch], scores: Ref[Scores]
-    ) -> PendingCall[None]:
+    @remote
+    def report_set(self, responses: Ref[RolloutBatch], scores: Ref[Scores]) -> None:
         """Print and write the results of the set."""
-        return self.report("report_set", NoneType, responses, scores)
 
-    def answer_rows(self, rows: EngineRows) -> PendingCall[EngineAnswers]:
+    @remote
+    def answer_rows(self, rows: EngineRows) -> EngineAnswers:
         """Generate and score for the process of a harness."""
-        return self.report("answer_rows", EngineAnswers, rows)
 
-    def report_task(self, name: str) -> PendingCall[None]:
+    @remote
+    def report_task(self, name: str) -> None:
         """Print the results of a harness's task, which are in the run's folder."""
-        return self.report("report_task", NoneType, name)
 
-    def finish(self) -> PendingCall[None]:
+    @remote
+    def finish(self) -> None:
         """Print and write what all sets have in common."""
-        return self.report("finish", NoneType)
 
 
 def evaluate(

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
-from types import NoneType
 
 import torch.distributed as dist
 
@@ -25,8 +24,7 @@ from megaverl.config import Config
 from megaverl.config.roles import ActorConfig, RewardModelConfig
 from megaverl.config.run import PreferenceConfig, SFTConfig
 from megaverl.controller.core import Controller
-from megaverl.controller.groups import WorkerGroup
-from megaverl.controller.references import PendingCall
+from megaverl.controller.groups import WorkerGroup, remote
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.sources import Entry
 from megaverl.distributed.traffic import by_dimension, received_bytes
@@ -77,29 +75,29 @@ async def train_on_rows(
 class TrainerGroup(WorkerGroup):
     """All ranks of a job that trains one model on a data set."""
 
-    def take_step(self, step: int) -> PendingCall[None]:
+    @remote
+    def take_step(self, step: int) -> None:
         """Run one optimizer step on the rows of a step, counted from 0."""
-        return self.report("take_step", NoneType, step)
 
-    def validate(self) -> PendingCall[None]:
+    @remote
+    def validate(self) -> None:
         """Measure the model on the held-out rows, if there are any."""
-        return self.report("validate", NoneType)
 
-    def report_step(self, done: int) -> PendingCall[None]:
+    @remote
+    def report_step(self, done: int) -> None:
         """Write and display the metrics of the last of `done` steps, and of a validation after it."""
-        return self.report("report_step", NoneType, done)
 
-    def save_if_due(self, done: int) -> PendingCall[None]:
+    @remote
+    def save_if_due(self, done: int) -> None:
         """Save a checkpoint if `checkpoint.save_every` asks for one after `done` steps, and after the last step."""
-        return self.report("save_if_due", NoneType, done)
 
-    def leave(self, signal: int, done: int) -> PendingCall[None]:
+    @remote
+    def leave(self, signal: int, done: int) -> None:
         """Save a checkpoint after `done` steps. Every rank exits when the program has ended.
 
         Args:
             signal: number of the signal that asked the run to leave.
         """
-        return self.report("leave", NoneType, signal, done)
 
     @property
     def signal(self) -> int:

@@ -1,8 +1,8 @@
 """Handles of a run's roles, which its program calls: one method for each method of the role's workers.
 
 `role_workers` contains the methods that run on the ranks, under the same names. A
-handle's method sends a call to the ranks of its role and returns immediately with a
-`PendingCall`.
+method with `remote` sends a call to the ranks of its role and returns immediately with
+a `PendingCall` of the annotated value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from megaverl.config import Config
 from megaverl.controller.core import Controller, Wanted, list_references
-from megaverl.controller.groups import WorkerGroup
+from megaverl.controller.groups import WorkerGroup, remote
 from megaverl.controller.moves import Rows
 from megaverl.controller.references import PendingCall, Ref
 from megaverl.data.batch import RolloutBatch
@@ -88,7 +88,7 @@ class Assignments:
 
 
 class SampleGroup(WorkerGroup):
-    """Worker group whose calls take the samples of a step as their first argument."""
+    """Worker group whose calls take the samples of a step as their first argument: ranks receive only their rows."""
 
     def __init__(
         self,
@@ -100,207 +100,185 @@ class SampleGroup(WorkerGroup):
         super().__init__(role, ranks, controller)
         self._assignments = assignments or Assignments()
 
-    def keep_of(
-        self, samples: Ref[Any], method: str, *arguments: object
-    ) -> PendingCall[Ref[Any]]:
-        """Call `keep` and send each rank only the rows of the samples that it works on."""
-        wanted = self._assignments.wanted(self.ranks, samples, arguments)
-        return self.keep(method, samples, *arguments, wanted=wanted)
-
-    def report_of(
-        self,
-        samples: Ref[Any],
-        method: str,
-        kind: type[T],
-        *arguments: object,
-        asking: Sequence[int] = (),
-    ) -> PendingCall[T]:
-        """Call `report` and send each rank only the rows of the samples that it works on."""
-        wanted = self._assignments.wanted(self.ranks, samples, arguments)
-        return self.report(
-            method, kind, samples, *arguments, wanted=wanted, asking=asking
-        )
+    def _wanted(self, arguments: Sequence[object]) -> dict[int, Wanted] | None:
+        if not arguments or not isinstance(arguments[0], Ref):
+            return None
+        return self._assignments.wanted(self.ranks, arguments[0], arguments[1:])
 
 
 class ReceiverGroup(SampleGroup):
     """Role group that receives samples from the engines' ranks, for one role or several."""
 
-    def deliver(
-        self, rollouts: Ref[RolloutBatch], values: list[Ref[Any]]
-    ) -> PendingCall[None]:
+    @remote
+    def deliver(self, rollouts: Ref[RolloutBatch], values: list[Ref[Any]]) -> None:
         """Transfer samples to these ranks before the sending ranks start a long operation.
 
         Args:
             values: references to further values of these samples, such as their scores.
         """
-        return self.report_of(rollouts, "deliver", NoneType, values)
 
-    def assign(self, value: int, facts: SampleFacts) -> PendingCall[RowsByRank]:
+    @remote
+    def assign(self, value: int, facts: SampleFacts) -> RowsByRank:
         """Decide which rows of the samples each of these ranks works on.
 
         Args:
             value: id of the reference to the samples.
             facts: the lengths of the samples, and what else the decision needs.
         """
-        return self.report("assign", RowsByRank, value, facts)
 
 
 class RecorderGroup(SampleGroup):
     """Ranks that keep samples of a step for the run's records. One of them writes the records."""
 
-    def take(
-        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores]
-    ) -> PendingCall[None]:
+    @remote
+    def take(self, rollouts: Ref[RolloutBatch], scores: Ref[Scores]) -> None:
         """Keep the samples of a step until the step has been reported."""
-        return self.report_of(rollouts, "take", NoneType, scores)
 
 
 class SessionGroup(WorkerGroup):
     """All ranks of the run, for the work around a step: timing, reporting, validation records and checkpoints."""
 
-    def begin_step(self, step: int) -> PendingCall[None]:
+    @remote
+    def begin_step(self, step: int) -> None:
         """Start the timers and meters of a step. Steps count from 0."""
-        return self.report("begin_step", NoneType, step)
 
-    def report_step(self, done: int) -> PendingCall[None]:
+    @remote
+    def report_step(self, done: int) -> None:
         """Write and display the metrics of the last completed step.
 
         Args:
             done: number of completed steps.
         """
-        return self.report("report_step", NoneType, done)
 
-    def record_validation(self, done: int, result: HeldOutResult) -> PendingCall[None]:
+    @remote
+    def record_validation(self, done: int, result: HeldOutResult) -> None:
         """Store, write and display the validation after `done` steps."""
-        return self.report("record_validation", NoneType, done, result)
 
-    def record_tasks(self, done: int, metrics: dict[str, float]) -> PendingCall[None]:
+    @remote
+    def record_tasks(self, done: int, metrics: dict[str, float]) -> None:
         """Write and display the scores of a harness's task after `done` steps."""
-        return self.report("record_tasks", NoneType, done, metrics)
 
-    def warn(self, text: str) -> PendingCall[None]:
+    @remote
+    def warn(self, text: str) -> None:
         """Print a warning."""
-        return self.report("warn", NoneType, text)
 
-    def save_if_due(self, done: int) -> PendingCall[None]:
+    @remote
+    def save_if_due(self, done: int) -> None:
         """Save a checkpoint if one is due after `done` steps.
 
         A checkpoint is due according to `checkpoint.save_every`, after the best
         validation so far and after the last step.
         """
-        return self.report("save_if_due", NoneType, done)
 
+    @remote
     def leave(
         self,
         signal: int,
         rollouts: Ref[RolloutBatch] | None,
         scores: Ref[Scores] | None,
-    ) -> PendingCall[None]:
+    ) -> None:
         """Save a checkpoint with the samples of the running step. Every rank exits when the program has ended.
 
         Args:
             signal: number of the signal that asked the run to leave.
         """
-        return self.report("leave", NoneType, signal, rollouts, scores)
 
-    def share(self, rollouts: Ref[RolloutBatch]) -> PendingCall[None]:
+    @remote
+    def share(self, rollouts: Ref[RolloutBatch]) -> None:
         """Copy all responses to every rank, for the Python program that runs there."""
-        return self.report("share", NoneType, rollouts)
 
-    def given(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
+    @remote
+    def given(self, step: int) -> Ref[RolloutBatch]:
         """Return the responses that the Python program provided on every rank."""
-        return self.keep("given", step)
 
 
 class RolloutGroup(SampleGroup):
     """Ranks of the rollout engines."""
 
-    def generate(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
+    @remote
+    def generate(self, step: int) -> Ref[RolloutBatch]:
         """Generate `algorithm.group_size` responses to each of the step's prompts."""
-        return self.keep("generate", step)
 
-    def begin_responses(self, step: int) -> PendingCall[None]:
+    @remote
+    def begin_responses(self, step: int) -> None:
         """Generate the first part of each response. The engines may receive new weights before the second part."""
-        return self.report("begin_responses", NoneType, step)
 
-    def finish_responses(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
+    @remote
+    def finish_responses(self, step: int) -> Ref[RolloutBatch]:
         """Generate the second part of each response."""
-        return self.keep("finish_responses", step)
 
-    def begin_rounds(self, step: int) -> PendingCall[int]:
+    @remote
+    def begin_rounds(self, step: int) -> int:
         """Start the rounds of dynamic sampling. Return the number of prompts of the first round."""
-        return self.report("begin_rounds", int, step)
 
-    def generate_round(
-        self, step: int, num_prompts: int
-    ) -> PendingCall[Ref[RolloutBatch]]:
+    @remote
+    def generate_round(self, step: int, num_prompts: int) -> Ref[RolloutBatch]:
         """Generate responses to the next `num_prompts` prompts."""
-        return self.keep("generate_round", step, num_prompts)
 
+    @remote
     def add_round(
         self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
-    ) -> PendingCall[int]:
+    ) -> int:
         """Add a round. Return the number of prompts of the next round, or 0 if there are enough groups.
 
         The call fails with TrainingStopped after `dynamic_sampling.max_rounds` rounds.
         """
-        return self.report_of(rollouts, "add_round", int, scores, step)
 
-    def informative_rollouts(self, step: int) -> PendingCall[Ref[RolloutBatch]]:
+    @remote
+    def informative_rollouts(self, step: int) -> Ref[RolloutBatch]:
         """Return the responses that were kept from all rounds."""
-        return self.keep("informative_rollouts", step)
 
-    def informative_scores(self) -> PendingCall[Ref[Scores]]:
+    @remote
+    def informative_scores(self) -> Ref[Scores]:
         """Return the rewards of the responses that were kept from all rounds."""
-        return self.keep("informative_scores")
 
+    @remote
     def generate_greedy(
         self, rollouts: Ref[RolloutBatch], step: int
-    ) -> PendingCall[Ref[RolloutBatch]]:
+    ) -> Ref[RolloutBatch]:
         """Generate a greedy response to the prompt of each group, [groups]."""
-        return self.keep_of(rollouts, "generate_greedy", step)
 
-    def generate_held_out(self) -> PendingCall[Ref[RolloutBatch]]:
+    @remote
+    def generate_held_out(self) -> Ref[RolloutBatch]:
         """Generate `trainer.validation_samples` responses to every held-out prompt."""
-        return self.keep("generate_held_out")
 
-    def answer_rows(self, rows: EngineRows) -> PendingCall[EngineAnswers]:
+    @remote
+    def answer_rows(self, rows: EngineRows) -> EngineAnswers:
         """Generate and score for the process of a harness."""
-        return self.report("answer_rows", EngineAnswers, rows)
 
+    @remote
     def measure_held_out(
         self, responses: Ref[RolloutBatch], scores: Ref[Scores]
-    ) -> PendingCall[HeldOutResult]:
+    ) -> HeldOutResult:
         """Compute validation metrics from scored responses to the held-out prompts."""
-        return self.report("measure_held_out", HeldOutResult, responses, scores)
 
 
 class RewardGroup(SampleGroup):
     """Ranks that compute rewards."""
 
-    def score_held_out(self, responses: Ref[RolloutBatch]) -> PendingCall[Ref[Scores]]:
+    @remote
+    def score_held_out(self, responses: Ref[RolloutBatch]) -> Ref[Scores]:
         """Compute the rewards of responses to held-out prompts. They are excluded from the step's metrics."""
-        return self.keep("score_held_out", responses)
 
-    def score(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[Ref[Scores]]:
+    @remote
+    def score(self, rollouts: Ref[RolloutBatch], step: int) -> Ref[Scores]:
         """Compute the reward of each response."""
-        return self.keep_of(rollouts, "score", step)
 
-    def score_arriving(self, step: int) -> PendingCall[None]:
+    @remote
+    def score_arriving(self, step: int) -> None:
         """Compute rewards of samples as they arrive, while the engines generate others. `score` then reuses them."""
-        return self.report("score_arriving", NoneType, step)
 
-    def score_greedy(self, greedy: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
+    @remote
+    def score_greedy(self, greedy: Ref[RolloutBatch]) -> Ref[Fields]:
         """Compute `greedy_rewards` [groups]."""
-        return self.keep_of(greedy, "score_greedy")
 
 
 class ReferenceGroup(SampleGroup):
     """Ranks of the frozen reference policy."""
 
-    def log_probs(self, rollouts: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
+    @remote
+    def log_probs(self, rollouts: Ref[RolloutBatch]) -> Ref[Fields]:
         """Compute `ref_log_probs` [B, R]."""
-        return self.keep_of(rollouts, "log_probs")
 
 
 class IslandGroup(WorkerGroup):
@@ -309,9 +287,9 @@ class IslandGroup(WorkerGroup):
     There are several if they hold the global model.
     """
 
-    def join_updates(self, role: str, step: int) -> PendingCall[bool]:
+    @remote
+    def join_updates(self, role: str, step: int) -> bool:
         """Sum the gradients, or the weight changes, of all islands in the next updates of a role. Return True."""
-        return self.report("join_updates", bool, role, step)
 
 
 class TrainedGroup(SampleGroup):
@@ -339,8 +317,8 @@ class TrainedGroup(SampleGroup):
             Whether the model was updated. The actor is not while only the critic warms up.
         """
         self.join_islands(step)
-        return self.report_of(
-            rollouts, "update", bool, experience, step, asking=self.reporting
+        return self.report(
+            "update", bool, rollouts, experience, step, asking=self.reporting
         )
 
     def update(
@@ -374,9 +352,9 @@ class TrainedGroup(SampleGroup):
 class CriticGroup(TrainedGroup):
     """Ranks of the critic."""
 
-    def values(self, rollouts: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
+    @remote
+    def values(self, rollouts: Ref[RolloutBatch]) -> Ref[Fields]:
         """Compute `values` [B, R], and `last_values` [B] at the end of truncated responses."""
-        return self.keep_of(rollouts, "values")
 
 
 class ActorGroup(TrainedGroup):
@@ -390,44 +368,42 @@ class ActorGroup(TrainedGroup):
     weight_ranks: Sequence[int] = ()
     weights = "weights"
 
-    def old_log_probs(
-        self, rollouts: Ref[RolloutBatch], step: int
-    ) -> PendingCall[Ref[Fields]]:
+    @remote
+    def old_log_probs(self, rollouts: Ref[RolloutBatch], step: int) -> Ref[Fields]:
         """Compute `old_log_probs` [B, R] of the policy before the step's updates.
 
         With `critic.share_backbone` the same forward pass also returns `values` and
         `last_values`.
         """
-        return self.keep_of(rollouts, "old_log_probs", step)
 
-    def score_norms(self, rollouts: Ref[RolloutBatch]) -> PendingCall[Ref[Fields]]:
+    @remote
+    def score_norms(self, rollouts: Ref[RolloutBatch]) -> Ref[Fields]:
         """Compute `score_norms`, the squared gradient of each log-prob with respect to the logits."""
-        return self.keep_of(rollouts, "score_norms")
 
+    @remote
     def implicit_rewards(
         self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], reference: Ref[Fields]
-    ) -> PendingCall[Ref[Fields]]:
+    ) -> Ref[Fields]:
         """Train PRIME's reward model on the outcomes, then compute its `implicit_rewards` [B, R] per token."""
-        return self.keep_of(rollouts, "implicit_rewards", scores, reference)
 
+    @remote
     def advantages(
         self,
         rollouts: Ref[RolloutBatch],
         scores: Ref[Scores],
         signals: list[Ref[Fields]],
-    ) -> PendingCall[Ref[Fields]]:
+    ) -> Ref[Fields]:
         """Compute `advantages` [B, R] and collect the signals that the updates train on in addition to the rollouts."""
-        return self.keep_of(rollouts, "advantages", scores, signals)
 
+    @remote
     def update_mix(
         self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], index: int, step: int
-    ) -> PendingCall[None]:
+    ) -> None:
         """Run the additional update that entry `index` of `mix` describes, if this step is one of its steps."""
-        return self.report_of(rollouts, "update_mix", NoneType, scores, index, step)
 
-    def update_draft(self, rollouts: Ref[RolloutBatch], step: int) -> PendingCall[None]:
+    @remote
+    def update_draft(self, rollouts: Ref[RolloutBatch], step: int) -> None:
         """Train the draft model of the engines on the responses (`draft.train`)."""
-        return self.report_of(rollouts, "update_draft", NoneType, step)
 
     def sync_weights(
         self, rollout: RolloutGroup, is_updated: bool
@@ -461,17 +437,17 @@ class OperatorGroup(SampleGroup):
 
     plan: CompiledFlow
 
-    def begin(self, step: int, made: list[str]) -> PendingCall[list[str]]:
+    @remote
+    def begin(self, step: int, made: list[str]) -> list[str]:
         """Start a step. Return the names of further values that exist before its operators run.
 
         Args:
             made: names of values that already exist and need no operator.
         """
-        return self.report("begin", list[str], step, made)
 
-    def given(self, name: str) -> PendingCall[Ref[Any]]:
+    @remote
+    def given(self, name: str) -> Ref[Any]:
         """Return a value that exists before the operators run."""
-        return self.keep("given", name)
 
     def call(
         self,

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from types import NoneType
 
 from megaverl.config import Config
 from megaverl.controller.core import Controller
-from megaverl.controller.groups import WorkerGroup
-from megaverl.controller.references import PendingCall, Ref
+from megaverl.controller.groups import WorkerGroup, remote
+from megaverl.controller.references import Ref
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.console import Console
@@ -36,11 +35,11 @@ from megaverl.workers.reward import Scores
 class StorageGroup(WorkerGroup):
     """All ranks. The first one writes the rollouts."""
 
+    @remote
     def store(
         self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
-    ) -> PendingCall[None]:
+    ) -> None:
         """Store the rollouts of a step in the run folder."""
-        return self.report("store", NoneType, rollouts, scores, step)
 
 
 @dataclass
