@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.global_model import (
@@ -103,6 +103,16 @@ def is_placed(config: Config, command: str = "train") -> bool:
     """
     is_given = config.placement.is_given or bool(os.environ.get(CLAIMS))
     return command == "train" and is_given and not config.trainer.rollout_only
+
+
+def megatron_sections(config: Config, command: str) -> dict[str, Any]:
+    """Return the sections of the roles that `command` builds on megatron-core, by role."""
+    sections = {role: getattr(config, role) for role in used_roles(config, command)}
+    return {
+        role: section
+        for role, section in sections.items()
+        if section.engine == "megatron"
+    }
 
 
 def smallest_world(config: Config, command: str = "train") -> int:

@@ -134,22 +134,23 @@ def _all_to_all_single(
 def _broadcast(
     group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any
 ) -> float:
-    root = getattr(options, "rootRank", 0)
-    return 0.0 if group.rank() == root else _bytes_of(tensors)
+    return 0.0 if _is_root(group, options) else _bytes_of(tensors)
 
 
 def _reduce(
     group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any
 ) -> float:
-    root = getattr(options, "rootRank", 0)
-    return _bytes_of(tensors) if group.rank() == root else 0.0
+    return _bytes_of(tensors) if _is_root(group, options) else 0.0
 
 
 def _scatter(
     group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any = None, *rest: Any
 ) -> float:
-    root = getattr(options, "rootRank", 0)
-    return 0.0 if group.rank() == root else _bytes_of(outputs)
+    return _broadcast(group, outputs, options)
+
+
+def _is_root(group: dist.ProcessGroup, options: Any) -> bool:
+    return group.rank() == getattr(options, "rootRank", 0)
 
 
 def _receive(group: dist.ProcessGroup, tensors: Any, *rest: Any) -> float:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -220,6 +220,11 @@ class Evaluator(ABC):
         """Print and write what all sets have in common, if there is anything."""
         return
 
+    def _write(self, metrics: Mapping[str, float]) -> None:
+        (self.config.run_dir / "eval.json").write_text(
+            json.dumps(metrics, indent=2) + "\n", encoding="utf-8"
+        )
+
 
 class HeldOutEvaluator(Evaluator):
     """Evaluator on the held-out prompts of the run."""
@@ -244,9 +249,7 @@ class HeldOutEvaluator(Evaluator):
     def report_set(self, responses: RolloutBatch, scores: Scores) -> None:
         metrics = measure_held_out(self.config, self._reward, responses, scores).metrics
         if dist.get_rank() == 0:
-            (self.config.run_dir / "eval.json").write_text(
-                json.dumps(metrics, indent=2) + "\n", encoding="utf-8"
-            )
+            self._write(metrics)
         for name, value in metrics.items():
             self._console.print(f"{name.removeprefix('validation/'):20} {value:.4f}")
 
@@ -309,9 +312,7 @@ class SuiteEvaluator(Evaluator):
         earlier = read_suites(Path(self._against)) if self._against else {}
         rows = list(table_rows(self._results, earlier, confidence))
         metrics = {f"{row.suite}/{row.metric}": row.estimate.value for row in rows}
-        (self.config.run_dir / "eval.json").write_text(
-            json.dumps(metrics, indent=2) + "\n", encoding="utf-8"
-        )
+        self._write(metrics)
         return table_text(rows, confidence)
 
 

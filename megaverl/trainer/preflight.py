@@ -21,7 +21,7 @@ from megaverl.config import Config
 from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.field_needs import FieldMachine, need_mistakes, without_repeats
 from megaverl.config.files_and_packages import package_issues
-from megaverl.config.grids import used_roles
+from megaverl.config.grids import megatron_sections, used_roles
 from megaverl.config.roles import GridConfig
 from megaverl.config.run import is_hub_name
 from megaverl.config.wording import listed
@@ -155,13 +155,7 @@ def field_mistakes_on(
 
     Only the roles that `command` builds are checked.
     """
-    sections = {role: getattr(config, role) for role in used_roles(config, command)}
-    on_megatron = {
-        role: section
-        for role, section in sections.items()
-        if section.engine == "megatron"
-    }
-    for role, parts in without_repeats(on_megatron).items():
+    for role, parts in without_repeats(megatron_sections(config, command)).items():
         yield from need_mistakes(role, parts, machine)
 
 

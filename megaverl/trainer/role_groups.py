@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from megaverl.config import Config
 from megaverl.controller.core import Controller, Wanted, list_references
@@ -30,6 +30,9 @@ from megaverl.trainer.update_decisions import decide_together
 from megaverl.trainer.validation import HeldOutResult
 from megaverl.workers.decisions import Rules
 from megaverl.workers.reward import Scores
+
+if TYPE_CHECKING:
+    from megaverl.trainer.agents import GameAgent
 
 T = TypeVar("T")
 G = TypeVar("G")
@@ -62,29 +65,32 @@ class Assignments:
         known.update({rank: tuple(numbers) for rank, numbers in rows.items()})
 
     def wanted(
-        self, ranks: Sequence[int], samples: Ref[Any], arguments: Sequence[object]
+        self, ranks: Sequence[int], arguments: Sequence[object]
     ) -> dict[int, Wanted] | None:
         """Return the rows of each argument that every rank needs for a call.
 
         Args:
             ranks: ranks that receive the call.
-            samples: responses that all row-wise arguments belong to.
-            arguments: further arguments of the call, which may contain references.
+            arguments: arguments of the call. The first are the responses that all row-wise arguments belong to.
 
         Returns:
             Rows by rank for each reference's id, or None if no rows were assigned and every rank already has its input.
         """
-        known = self._rows.get(samples)
-        if known is None:
+        samples = arguments[0] if arguments else None
+        if not isinstance(samples, Ref) or (known := self._rows.get(samples)) is None:
             return None
         # Ranks that were assigned no rows, such as those of the engines, use the rows
         # that they hold.
-        held = {rank: rows for rank, rows in samples.rows.items() if rank not in known}
-        wanted: Wanted = {rank: known.get(rank, held.get(rank)) for rank in ranks}
-        references = list_references([samples, *arguments])
+        wanted: Wanted = {
+            rank: known.get(rank, samples.rows.get(rank)) for rank in ranks
+        }
         # Values that are whole on their ranks (rows None) are transferred whole, so
         # they need no entry.
-        return {ref.id: wanted for ref in references if None not in ref.rows.values()}
+        return {
+            ref.id: wanted
+            for ref in list_references(arguments)
+            if None not in ref.rows.values()
+        }
 
 
 class SampleGroup(WorkerGroup):
@@ -101,9 +107,7 @@ class SampleGroup(WorkerGroup):
         self._assignments = assignments or Assignments()
 
     def _wanted(self, arguments: Sequence[object]) -> dict[int, Wanted] | None:
-        if not arguments or not isinstance(arguments[0], Ref):
-            return None
-        return self._assignments.wanted(self.ranks, arguments[0], arguments[1:])
+        return self._assignments.wanted(self.ranks, arguments)
 
 
 class ReceiverGroup(SampleGroup):
@@ -464,9 +468,7 @@ class OperatorGroup(SampleGroup):
         """
         placed = self.plan.ranks[operator]
         ranks = self.ranks if placed is None else placed
-        wanted = None
-        if rollouts is not None:
-            wanted = self._assignments.wanted(ranks, rollouts, inputs)
+        wanted = self._assignments.wanted(ranks, [rollouts, *inputs])
         group = WorkerGroup(self.role, ranks, self._controller)
         return group.keep("call", operator, inputs, wanted=wanted, asking=reporting)
 
@@ -475,15 +477,6 @@ class OperatorGroup(SampleGroup):
         return WorkerGroup(self.role, values.holders, self._controller).keep(
             "pick", values, name
         )
-
-
-class TrainsAgent(Protocol):
-    """Agent of a game, with its own actor and critic. Implemented by `agents.GameAgent`."""
-
-    async def train(
-        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
-    ) -> None:
-        """Train the agent on its own samples and advantages, then update its engine's weights."""
 
 
 # Program of one step. It returns the samples that the step trained on, for the records.
@@ -538,7 +531,7 @@ class Run:
     is_given: bool = False
     may_leave_inside: bool = True
     restored_steps: Set[int] = frozenset()
-    agents: Mapping[str, TrainsAgent] = field(default_factory=dict)
+    agents: Mapping[str, GameAgent] = field(default_factory=dict)
     ahead: RolloutsAhead | None = None
     scores_arriving: bool = False
     scores_ahead: bool = False

@@ -28,6 +28,8 @@ from megaverl.trainer.preflight import check_in_ranks
 from megaverl.user_code import exits_fail
 
 if TYPE_CHECKING:
+    from megaverl.data.datasets import PromptRecord
+    from megaverl.data.prompts import EncodedPrompt
     from megaverl.trainer.build import Builder
 
 
@@ -195,29 +197,24 @@ def _generate(
 
     builder = Builder(config)
     encoder = builder.encoder()
-    texts: list[str] = []
-    encoded, images = [], list[Sequence[SharedItem]]()
+    prompts: list[PromptRecord | EncodedPrompt] = []
+    images: list[Sequence[SharedItem]] = []
     if options.get("prompts"):
         dataset = builder.dataset([str(options["prompts"])], needs_answer=False)
         records = [dataset[i] for i in range(len(dataset))]
-        texts, encoded = (
-            [record.text for record in records],
-            [record.token_ids for record in records],
-        )
-        images = [record.images or () for record in records]
-    for prompt in options.get("prompt") or []:
-        prompt_record = encoder.encode(prompt, "--prompt")
-        if prompt_record is not None:
-            texts.append(prompt_record.text)
-            encoded.append(prompt_record.token_ids)
+        prompts += records
+        images += [record.images or () for record in records]
+    for text in options.get("prompt") or []:
+        if (prompt := encoder.encode(text, "--prompt")) is not None:
+            prompts.append(prompt)
             images.append(())
-    if not encoded:
+    if not prompts:
         raise DataError("no prompts: give --prompt TEXT or --prompts FILE.")
     rollout = builder.rollout(None)
     generations = rollout.generate(
-        encoded,
+        [prompt.token_ids for prompt in prompts],
         sampling_options(config.rollout.sampling),
-        [sample_seed(config.run.seed, 0, i) for i in range(len(encoded))],
+        [sample_seed(config.run.seed, 0, i) for i in range(len(prompts))],
         images=images if any(images) else None,
     )
     responses = [
@@ -228,12 +225,12 @@ def _generate(
     def write() -> None:
         lines = (
             {
-                "prompt": text,
+                "prompt": prompt.text,
                 "response": response,
                 "finish_reason": generation.finish_reason,
             }
-            for text, response, generation in zip(
-                texts, responses, generations, strict=True
+            for prompt, response, generation in zip(
+                prompts, responses, generations, strict=True
             )
         )
         Path(str(output)).write_text(
@@ -245,8 +242,8 @@ def _generate(
         on_first_rank(write)
         console.print(f"{len(responses)} responses written to {output}")
     else:
-        for text, response in zip(texts, responses, strict=True):
-            console.print(f"{text}\n  -> {response}\n")
+        for prompt, response in zip(prompts, responses, strict=True):
+            console.print(f"{prompt.text}\n  -> {response}\n")
 
 
 def _quickstart(

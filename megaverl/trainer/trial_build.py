@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from megaverl.child_checks import Check, CheckResult, CheckRunner, run_in_children
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.field_needs import NEEDS, fields_of, without_repeats
-from megaverl.config.grids import OFFLINE, REINFORCING, used_roles
+from megaverl.config.grids import OFFLINE, REINFORCING, megatron_sections
 from megaverl.config.passthrough import TARGETS
 from megaverl.config.schema import Config
 from megaverl.errors import MegaverlError
@@ -110,14 +110,8 @@ def try_roles(
 
 def unusual_fields(config: Config, command: str) -> dict[str, dict[str, list[str]]]:
     """Return, by role and mapping, the fields that select code. Fractional numbers select none."""
-    sections = {role: getattr(config, role) for role in used_roles(config, command)}
-    on_megatron = {
-        role: section
-        for role, section in sections.items()
-        if section.engine == "megatron"
-    }
     roles: dict[str, dict[str, list[str]]] = {}
-    for role, parts in without_repeats(on_megatron).items():
+    for role, parts in without_repeats(megatron_sections(config, command)).items():
         for part, mapping in parts.items():
             if part == "optimizer" and command not in TRAINING:
                 continue  # other commands have no optimizer
