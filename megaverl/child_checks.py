@@ -110,32 +110,28 @@ def make_module_runner(context: None) -> CheckRunner:
     """Return a function that imports the module of one check."""
 
     def run(check: Check) -> CheckResult:
-        return CheckResult(
-            catch_problem(
-                check["key"],
-                check["name"],
-                lambda: load_module(check["name"], check["key"]),
-            )
-        )
+        key, name = check["key"], check["name"]
+        return catch_problem(key, name, lambda: load_module(name, key))
 
     return run
 
 
-def catch_problem(key: str, name: str, check: Callable[[], object]) -> str:
-    """Run one check; return the problem with the key's value, or ""."""
+def catch_problem(key: str, name: str, check: Callable[[], object]) -> CheckResult:
+    """Run one check. Return its result, or the problem with the key's value. A check without a result has passed."""
     try:
-        check()
+        result = check()
     except MegaverlError as error:
         text = str(error)
         for prefix in (f"{key}: ", "reward.function: ", "reward_modules: ", "data: "):
             text = text.removeprefix(prefix)
-        return text if name in text else f"found {name!r}. {text}"
+        return CheckResult(text if name in text else f"found {name!r}. {text}")
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         # The user's code may raise anything, even SystemExit.
-        return f"found {name!r}, which raises {describe(error)[:200]}"
-    return ""
+        problem = f"found {name!r}, which raises {describe(error)[:200]}"
+        return CheckResult(problem)
+    return result if isinstance(result, CheckResult) else CheckResult()
 
 
 def _run_in_a_child(

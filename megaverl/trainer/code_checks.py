@@ -312,20 +312,15 @@ def make_runner(context: Any) -> CheckRunner:
 
 
 def _run(task: CodeCheck, config: Config) -> CheckResult:
-    results = [CheckResult()]
-
-    def check() -> None:
+    def check() -> CheckResult | None:
         try:
-            results.append(_CHECKS[task.kind](task, config) or CheckResult())
+            return _CHECKS[task.kind](task, config)
         except DataError as error:
             if task.kind not in MAY_WAIT or not _is_unreachable(error):
                 raise
-            results.append(
-                CheckResult(left_out="its rows, as the hub is not reached from here")
-            )
+            return CheckResult(left_out="its rows, as the hub is not reached from here")
 
-    problem = catch_problem(task.key, task.name, check)
-    return CheckResult(problem) if problem else results[-1]
+    return catch_problem(task.key, task.name, check)
 
 
 def _check_object(task: CodeCheck, config: Config) -> Any:

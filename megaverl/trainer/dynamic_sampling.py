@@ -34,6 +34,8 @@ class SamplingRounds:
     Attributes:
         num_prompts: number of prompts of the next round, or 0 if there are enough groups.
         num_generated: number of groups of all rounds so far. Numbering of the next round's groups continues there.
+        metrics: metrics of all generated samples, including those of dropped groups. Metrics of the kept groups alone
+            would misrepresent what the policy can do.
         rollouts, scores: samples of the groups that are kept. They are set when `num_prompts` is 0.
 
     Example:
@@ -53,7 +55,7 @@ class SamplingRounds:
         self._wanted = config.data.prompts_per_step
         self._step = step
         self._rounds: list[SampledRound] = []
-        self._metrics = Metrics()
+        self.metrics = Metrics()
         self.num_generated = 0
         self.num_prompts = self._settings.prompts_per_round or self._wanted
 
@@ -94,16 +96,7 @@ class SamplingRounds:
         # Every rank keeps the same groups, so the rows need no communication.
         rows = kept.rows.tolist()
         self.rollouts, self.scores = batch.select(rows).trim(), all_scores.select(rows)
-        self._metrics = _measure(
-            batch, all_scores, self._rounds, num_silent=kept.silent
-        )
-
-    def metrics(self) -> Metrics:
-        """Return the metrics of all generated samples, including those of dropped groups.
-
-        Metrics of the kept groups alone would misrepresent what the policy can do.
-        """
-        return dict(self._metrics)
+        self.metrics = _measure(batch, all_scores, self._rounds, num_silent=kept.silent)
 
 
 def prompts_of(batch: RolloutBatch) -> torch.Tensor | None:

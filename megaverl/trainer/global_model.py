@@ -124,15 +124,18 @@ class GlobalModelLink:
                 name: torch.zeros_like(gradient)
                 for name, gradient in self._gradients.items()
             }
-        self._from_islands = [
-            self._gradient_transfer(
-                layouts_among(self._members, ranks, island_layouts),
-                at_coordinators,
-                is_source=context.rank in ranks,
-                is_first=number == 0,
+        self._from_islands: list[Resharder] = []
+        for number, ranks in enumerate(placement.islands):
+            source = layouts_among(self._members, ranks, island_layouts)
+            arriving = self._staged if number else self._gradients
+            transfer = Resharder(
+                self._plan(source, at_coordinators),
+                self._gradients if context.rank in ranks else {},
+                arriving if self._is_global else {},
+                self._group,
+                self._options,
             )
-            for number, ranks in enumerate(placement.islands)
-        ]
+            self._from_islands.append(transfer)
 
     def send_weights(self) -> None:
         """Copy the global model's weights to all islands. The first time, compare fingerprints on all ranks.
@@ -176,18 +179,6 @@ class GlobalModelLink:
     ) -> LayoutOf:
         places = [self._members.index(rank) for rank in ranks]
         return told_layouts(layout_of, places, self._group)
-
-    def _gradient_transfer(
-        self, source: LayoutOf, dest: LayoutOf, *, is_source: bool, is_first: bool
-    ) -> Resharder:
-        arriving = self._gradients if is_first else self._staged
-        return Resharder(
-            self._plan(source, dest),
-            self._gradients if is_source else {},
-            arriving if self._is_global else {},
-            self._group,
-            self._options,
-        )
 
     def _plan(self, source: LayoutOf, dest: LayoutOf, *, fan_out: bool = False) -> Plan:
         return make_plan(

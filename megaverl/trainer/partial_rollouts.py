@@ -120,19 +120,20 @@ class PartialGroup:
 Sampled = Callable[[Sequence[PromptRecord], Draws], Sampling]
 
 
+@dataclass
 class GroupsInProgress:
     """Responses that continue over a weight update.
 
-    Args:
-        sampled: returns the sampling options of the responses to prompts.
+    Attributes:
+        _sampled: returns the sampling options of the responses to prompts.
     """
 
-    def __init__(self, config: Config, sampled: Sampled) -> None:
-        self.config, self._sampled = config, sampled
-        self.groups: list[PartialGroup] = []
-        # Equal options share one object, because an engine processes requests with the
-        # same options together.
-        self._ways: dict[str, SamplingOptions] = {}
+    config: Config
+    _sampled: Sampled
+    groups: list[PartialGroup] = field(default_factory=list)
+    # Equal options share one object, because an engine processes requests with the same
+    # options together.
+    _ways: dict[str, SamplingOptions] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -292,19 +293,18 @@ class GroupsInProgress:
             ) from error
 
 
+@dataclass
 class PartialRollouts(GroupsInProgress):
     """Partial rollouts (`rollout.partial`), which keep more groups in progress than a step takes."""
 
-    def __init__(self, config: Config, sampled: Sampled) -> None:
-        super().__init__(config, sampled)
-        assert config.rollout.partial is not None
-        self.settings = config.rollout.partial
-        self.wanted, self.limit = (
-            config.data.prompts_per_step,
-            config.rollout.max_staleness,
-        )
-        # Version of the weights that filled the engine's prefix cache.
-        self._version: int | None = None
+    # Version of the weights that filled the engine's prefix cache.
+    _version: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.config.rollout.partial is not None
+        self.settings = self.config.rollout.partial
+        self.wanted = self.config.data.prompts_per_step
+        self.limit = self.config.rollout.max_staleness
 
     @property
     def room(self) -> int:

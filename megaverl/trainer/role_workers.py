@@ -186,7 +186,7 @@ class RolloutWorker:
                 self._store.batch(rollouts), scores, dict(self._operators.metrics)
             )
             if rounds.is_complete:
-                self._operators.metrics |= rounds.metrics()
+                self._operators.metrics |= rounds.metrics
                 self._end_samples(step, rounds.rollouts)
                 self._state.end_scores(step, rounds.scores)
         return rounds.num_prompts

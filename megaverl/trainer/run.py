@@ -106,7 +106,7 @@ def _do(
     for choice in config.choices:
         console.print(choice)
     try:
-        COMMANDS[command](config, console, job, options)
+        COMMANDS[command](config, console, job, **options)
     except Leaving as leaving:
         console.print(str(leaving))
         return leaving.code
@@ -133,7 +133,7 @@ def prepare_folder(run_dir: Path, config: Config, command: str) -> None:
         ) from error
 
 
-def _train(config: Config, console: Console, job: Job, options: dict[str, Any]) -> None:
+def _train(config: Config, console: Console, job: Job) -> None:
     if config.trainer.rollout_only:
         from megaverl.trainer.rollouts_only import generate_only
 
@@ -144,7 +144,7 @@ def _train(config: Config, console: Console, job: Job, options: dict[str, Any]) 
     Trainer(config, console, job).train()
 
 
-def _sft(config: Config, console: Console, job: Job, options: dict[str, Any]) -> None:
+def _sft(config: Config, console: Console, job: Job) -> None:
     from megaverl.trainer.supervised import SFTTrainer
 
     SFTTrainer(
@@ -152,16 +152,14 @@ def _sft(config: Config, console: Console, job: Job, options: dict[str, Any]) ->
     ).train()
 
 
-def _dpo(config: Config, console: Console, job: Job, options: dict[str, Any]) -> None:
+def _dpo(config: Config, console: Console, job: Job) -> None:
     from megaverl.trainer.preferences import PreferenceTrainer
 
     builder = _offline_builder(config, config.preference.max_response_tokens)
     PreferenceTrainer(config, builder, console, job).train()
 
 
-def _reward(
-    config: Config, console: Console, job: Job, options: dict[str, Any]
-) -> None:
+def _reward(config: Config, console: Console, job: Job) -> None:
     from megaverl.trainer.preferences import RewardModelTrainer
 
     builder = _offline_builder(config, config.preference.max_response_tokens)
@@ -183,54 +181,61 @@ def _offline_builder(config: Config, longest: int | None) -> Builder:
     return Builder(config)
 
 
-def _eval(config: Config, console: Console, job: Job, options: dict[str, Any]) -> None:
+def _eval(
+    config: Config, console: Console, job: Job, *, against: str | None = None
+) -> None:
     from megaverl.trainer.build import Builder
     from megaverl.trainer.evaluation import evaluate
 
-    evaluate(Builder(config), console, job, against=options.get("against"))
+    evaluate(Builder(config), console, job, against=against)
 
 
 def _generate(
-    config: Config, console: Console, job: Job, options: dict[str, Any]
+    config: Config,
+    console: Console,
+    job: Job,
+    *,
+    prompt: Sequence[str] | None = None,
+    prompts: str | None = None,
+    output: str | None = None,
 ) -> None:
     from megaverl.trainer.build import Builder
 
     builder = Builder(config)
     encoder = builder.encoder()
-    prompts: list[PromptRecord | EncodedPrompt] = []
+    records: list[PromptRecord | EncodedPrompt] = []
     images: list[Sequence[SharedItem]] = []
-    if options.get("prompts"):
-        dataset = builder.dataset([str(options["prompts"])], needs_answer=False)
-        records = [dataset[i] for i in range(len(dataset))]
-        prompts += records
-        images += [record.images or () for record in records]
-    for text in options.get("prompt") or []:
-        if (prompt := encoder.encode(text, "--prompt")) is not None:
-            prompts.append(prompt)
+    if prompts:
+        dataset = builder.dataset([prompts], needs_answer=False)
+        rows = [dataset[i] for i in range(len(dataset))]
+        records += rows
+        images += [row.images or () for row in rows]
+    for text in prompt or ():
+        if (encoded := encoder.encode(text, "--prompt")) is not None:
+            records.append(encoded)
             images.append(())
-    if not prompts:
+    if not records:
         raise DataError("no prompts: give --prompt TEXT or --prompts FILE.")
     rollout = builder.rollout(None)
     generations = rollout.generate(
-        [prompt.token_ids for prompt in prompts],
+        [record.token_ids for record in records],
         sampling_options(config.rollout.sampling),
-        [sample_seed(config.run.seed, 0, i) for i in range(len(prompts))],
+        [sample_seed(config.run.seed, 0, i) for i in range(len(records))],
         images=images if any(images) else None,
     )
     responses = [
         builder.tokenizer.decode(generation.token_ids) for generation in generations
     ]
-    output = options.get("output")
 
     def write() -> None:
         lines = (
             {
-                "prompt": prompt.text,
+                "prompt": record.text,
                 "response": response,
                 "finish_reason": generation.finish_reason,
             }
-            for prompt, response, generation in zip(
-                prompts, responses, generations, strict=True
+            for record, response, generation in zip(
+                records, responses, generations, strict=True
             )
         )
         Path(str(output)).write_text(
@@ -242,28 +247,24 @@ def _generate(
         on_first_rank(write)
         console.print(f"{len(responses)} responses written to {output}")
     else:
-        for prompt, response in zip(prompts, responses, strict=True):
-            console.print(f"{prompt.text}\n  -> {response}\n")
+        for record, response in zip(records, responses, strict=True):
+            console.print(f"{record.text}\n  -> {response}\n")
 
 
-def _quickstart(
-    config: Config, console: Console, job: Job, options: dict[str, Any]
-) -> None:
+def _quickstart(config: Config, console: Console, job: Job) -> None:
     from megaverl.trainer.quickstart import quickstart
 
     quickstart(config, console, job)
 
 
-def _tinker(
-    config: Config, console: Console, job: Job, options: dict[str, Any]
-) -> None:
+def _tinker(config: Config, console: Console, job: Job) -> None:
     from megaverl.trainer.tinker.command import serve_tinker
 
     serve_tinker(config, console, job)
 
 
-Command = Callable[[Config, Console, Job, dict[str, Any]], None]
-COMMANDS: dict[str, Command] = {
+# Options of the command line that are not part of the configuration are keywords.
+COMMANDS: dict[str, Callable[..., None]] = {
     "train": _train,
     "sft": _sft,
     "dpo": _dpo,

@@ -138,7 +138,7 @@ class RunState:
         self._idle_since = time.perf_counter()
         self._measured: dict[int, dict[str, float]] = {}
         # Samples of the last step, on the ranks that keep them for the records.
-        self._values: Mapping[str, Any] = {}
+        self._samples: tuple[RolloutBatch, Scores]
 
     # --- this rank's models -------------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class RunState:
 
     def keep_samples(self, rollouts: RolloutBatch, scores: Scores) -> None:
         """Keep the step's samples for the records."""
-        self._values = {"rollouts": rollouts, "scores": scores}
+        self._samples = rollouts, scores
 
     def measured(self, done: int) -> Measured | None:
         """Return metrics and samples of the last of `done` steps, or None on ranks that do not have them."""
@@ -401,12 +401,12 @@ class RunState:
         metrics = self.step_metrics.collect(self._measured.pop(done - 1))
         if not metrics:
             return None
-        batch = self._values["rollouts"]
+        batch, scores = self._samples
         num_tokens = float(sum(sequence_lengths(batch).lengths))
         metrics["train/tokens_per_sec"] = (
             num_tokens / metrics["train/step_time_ms"] * 1e3
         )
-        return Measured(metrics, batch, self._values["scores"])
+        return Measured(metrics, batch, scores)
 
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return, on every rank, the metrics that the reporter has. Collective over all ranks."""

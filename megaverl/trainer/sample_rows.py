@@ -87,29 +87,26 @@ class SampleFacts(msgspec.Struct, frozen=True):
         )
 
 
+@dataclass(eq=False)
 class SampleRows:
     """Rows of a step's samples, or of values computed from them, on one rank.
 
-    Args:
-        parts: row numbers with the rows. Each row is in exactly one part.
+    Attributes:
+        _parts: row numbers with the rows. Each row is in exactly one part.
         value: id of the value as which other ranks sent the rows, or 0 if the rows were computed on this rank.
         facts: facts about all samples, or None for computed values.
         num_bytes: bytes that came from other ranks and have not been counted yet.
+        batch: created from these rows on first use.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[tuple[int, ...], RaggedBatch]],
-        value: int = 0,
-        facts: SampleFacts | None = None,
-        num_bytes: int = 0,
-    ) -> None:
-        self._parts = list(parts)
-        self.value = value
-        self.facts = facts
-        self.num_bytes = num_bytes
-        self.rows = tuple(sorted(row for rows, _ in parts for row in rows))
-        self.batch: RolloutBatch | None = None  # created from these rows on first use
+    _parts: list[tuple[tuple[int, ...], RaggedBatch]]
+    value: int = 0
+    facts: SampleFacts | None = None
+    num_bytes: int = 0
+    batch: RolloutBatch | None = None
+
+    def __post_init__(self) -> None:
+        self.rows = tuple(sorted(row for rows, _ in self._parts for row in rows))
 
     def held_rows(self) -> tuple[int, ...]:
         """Return the row numbers in ascending order."""
@@ -204,11 +201,11 @@ class SampleStore:
         if self._context is None:
             return batch
         ragged = as_ragged(batch.tensors, batch, batch.columns)
-        samples = SampleRows(
-            [(tuple(range(len(batch))), ragged)], facts=SampleFacts.of(batch)
+        return SampleRows(
+            [(tuple(range(len(batch))), ragged)],
+            facts=SampleFacts.of(batch),
+            batch=batch,
         )
-        samples.batch = batch
-        return samples
 
     def batch(self, samples: SampleValue) -> RolloutBatch:
         """Convert a value to a batch."""

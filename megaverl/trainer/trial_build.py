@@ -227,7 +227,10 @@ def _try_role(config: Config, command: str, role: str) -> CheckResult:
     try:
         transformer_config(spec, shape, dtype, options(spec))
         if hasattr(section, "ddp"):
-            _make_configs(role, section, command, dtype)
+            from megaverl.workers.optimizers import optimizer_configs
+
+            optimizer = _optimizer_of(section, command)
+            optimizer_configs(role, optimizer, section.ddp, dtype)
     except MegaverlError as error:
         return CheckResult(_sentence(str(error)))
     if platform.is_cuda and has_table_fields(section):
@@ -258,13 +261,6 @@ def has_table_fields(section: Any) -> bool:
         for part, mapping in parts.items()
         for name, value in mapping.items()
     )
-
-
-def _make_configs(role: str, section: Any, command: str, dtype: Any) -> None:
-    """Create the configurations of optimizer and gradient buffers as ranks do."""
-    from megaverl.workers.optimizers import optimizer_configs
-
-    optimizer_configs(role, _optimizer_of(section, command), section.ddp, dtype)
 
 
 def _optimizer_of(section: Any, command: str) -> dict[str, Any]:

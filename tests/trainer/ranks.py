@@ -61,7 +61,7 @@ def attempt(
     try:
         on_first_rank(lambda: prepare_folder(config.run_dir, config, command))
         console = Console(rank=dist.get_rank())
-        COMMANDS[command](config, console, alone(config), options or {})
+        COMMANDS[command](config, console, alone(config), **(options or {}))
     except MegaverlError as error:
         return {"class": type(error).__name__, "text": str(error)}
     return {}

@@ -77,7 +77,7 @@ class Numbers:
             rounds.add(
                 *self.one_round(self.take(rounds.num_prompts), rounds.num_generated)
             )
-        return rounds.rollouts, rounds.scores, rounds.metrics()
+        return rounds.rollouts, rounds.scores, rounds.metrics
 
 
 def kept(batch: RolloutBatch) -> list[int]:
