@@ -49,23 +49,6 @@ class Mover(Protocol):
         """Return the value with the received rows; `present` has the rows that this rank holds already."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """Method of a worker, with the types that its plain arguments are decoded to."""
-
-    function: Callable[..., Any]
-    kinds: tuple[Any, ...]
-
-
-def bind_methods(worker: object) -> dict[str, Method]:
-    """Return the public methods of a worker by name."""
-    kinds = _read_kinds(typing.cast(Any, type(worker)))
-    return {
-        name: Method(getattr(worker, name), parameters)
-        for name, parameters in kinds.items()
-    }
-
-
 @functools.cache
 def _read_kinds(worker: Any) -> dict[str, tuple[Any, ...]]:
     """Return the types of the parameters of a class's public methods."""
@@ -128,7 +111,6 @@ async def serve(
     dialogue.connect(transport, board)
     first_error: BaseException | None = None
     has_failed = False
-    methods = {role: bind_methods(worker) for role, worker in workers.items()}
     values: dict[int, object] = {}
     board.enter_program()
     while True:
@@ -161,7 +143,7 @@ async def serve(
             continue
         try:
             reply = await _run_call(
-                rank, message, methods, values, mover, board, signal
+                rank, message, workers, values, mover, board, signal
             )
         # Neither can be reported to the controller: the first ends the process, the
         # second means that nobody listens.
@@ -183,7 +165,7 @@ async def serve(
 async def _run_call(
     rank: int,
     call: CallRequest,
-    methods: Mapping[str, Mapping[str, Method]],
+    workers: Mapping[str, object],
     values: dict[int, object],
     mover: Mover,
     board: StatusBoard,
@@ -193,12 +175,12 @@ async def _run_call(
     if not call.method:
         return Reply(call.id, signal=signal())
     board.enter(RUN)
-    method = _find_method(methods, call.role, call.method)
+    method, kinds = _find_method(workers, call.role, call.method)
     arguments = [
         _decode(argument, kind, values)
-        for argument, kind in zip(call.arguments, method.kinds, strict=True)
+        for argument, kind in zip(call.arguments, kinds, strict=True)
     ]
-    result = method.function(*arguments)
+    result = method(*arguments)
     if inspect.isawaitable(result):
         result = await result
     if not call.keeps:
@@ -248,17 +230,19 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _find_method(
-    methods: Mapping[str, Mapping[str, Method]], role: str, name: str
-) -> Method:
-    if role not in methods:
+    workers: Mapping[str, object], role: str, name: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a public method of a worker, with the types that its plain arguments are decoded to."""
+    if role not in workers:
         raise LookupError(
-            f"this rank has no worker for the role {role!r}; it has {', '.join(sorted(methods))}"
+            f"this rank has no worker for the role {role!r}; it has {', '.join(sorted(workers))}"
         )
-    if name not in methods[role]:
+    kinds = _read_kinds(typing.cast(Any, type(workers[role])))
+    if name not in kinds:
         raise LookupError(
-            f"the worker of {role!r} has no method {name!r}; it has {', '.join(sorted(methods[role]))}"
+            f"the worker of {role!r} has no method {name!r}; it has {', '.join(sorted(kinds))}"
         )
-    return methods[role][name]
+    return getattr(workers[role], name), kinds[name]
 
 
 def _decode(argument: Argument, kind: Any, values: Mapping[int, object]) -> object:

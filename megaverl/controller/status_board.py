@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from megaverl.controller.messages import Status
 from megaverl.distributed.heartbeat import Heartbeat
 
@@ -28,72 +30,59 @@ class StatusBoard:
         self._clock = clock
         self._observe = observe
         self._lock = threading.Lock()
-        self._call, self._name, self._stage, self._is_idle = 0, "", START, False
-        self._is_asking = False
+        self._status = Status(0, 0, "", START, 0.0, is_idle=False)
         self._since = clock()
 
     def enter_program(self) -> None:
         """Note that this rank waits for the first call of a program."""
-        self._set(self._call, "the start", "", True)
+        self._change(name="the start", stage="", is_idle=True)
 
     def leave_program(self) -> None:
         """Note that this rank serves no program any more."""
-        self._set(self._call, "", START, False)
+        self._change(name="", stage=START, is_idle=False)
 
     def begin(self, call: int, name: str) -> None:
         """Note that a call begins."""
-        self._set(call, name, START, False)
+        self._change(call=call, name=name, stage=START, is_idle=False)
 
     def enter(self, stage: str) -> None:
         """Note the stage of the running call. A worker calls it at the start of each part of a long call."""
-        self._set(self._call, self._name, stage, self._is_idle)
+        self._change(stage=stage)
 
     def ask(self, is_asking: bool) -> None:
         """Note whether the running call waits for the program's answer."""
         with self._lock:
-            self._is_asking = is_asking
+            self._status = replace(self._status, is_asking=is_asking)
 
     def end(self) -> None:
         """Note that the call is over."""
-        self._set(self._call, self._name, "", True)
+        self._change(stage="", is_idle=True)
 
     @property
     def is_outside(self) -> bool:
         """Return whether the rank serves no program."""
-        return not self._name
+        return not self._status.name
 
     @property
     def call(self) -> int:
         """Return the id of the running call, or of the last one."""
-        return self._call
+        return self._status.call
 
     @property
     def stage(self) -> str:
         """Return the stage that the running call has named last, or "" if it has named none."""
-        return "" if self._stage in (START, RUN) else self._stage
+        stage = self._status.stage
+        return "" if stage in (START, RUN) else stage
 
     def answer(self, question: int) -> Status:
         """Return the answer to one question."""
         beat = None if self._observe is None else self._observe()
         with self._lock:
             seconds = self._clock() - self._since
-            return Status(
-                question,
-                self._call,
-                self._name,
-                self._stage,
-                seconds,
-                self._is_idle,
-                self._is_asking,
-                beat,
-            )
+            return replace(self._status, question=question, seconds=seconds, beat=beat)
 
-    def _set(self, call: int, name: str, stage: str, is_idle: bool) -> None:
+    def _change(self, **changes: int | str | bool) -> None:
+        """Change the status of a stage that begins now."""
         with self._lock:
-            self._call, self._name, self._stage, self._is_idle = (
-                call,
-                name,
-                stage,
-                is_idle,
-            )
+            self._status = replace(self._status, **changes)
             self._since = self._clock()

@@ -143,7 +143,7 @@ class DataFlow:
             # Imports torch, which a flow in a single process may not need.
             from megaverl.dataflow.on_ranks import run_on_ranks
 
-            if run_on_ranks(plan, self._places, runner, span):
+            if run_on_ranks(self._places, runner, span):
                 return runner.result
         for operator in plan.operators:
             runner.run(operator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.groups import WorkerGroup, remote
 from megaverl.controller.references import Ref
 from megaverl.dataflow.job import TIMEOUT, context_for
-from megaverl.dataflow.plan import CompiledFlow, Places
+from megaverl.dataflow.plan import Places
 from megaverl.dataflow.runner import OperatorRunner
 from megaverl.dataflow.value_mover import ValueMover
 
@@ -60,26 +60,24 @@ class FlowWorker:
         return outputs[name]
 
 
-async def run_flow(
-    plan: CompiledFlow, input_names: Sequence[str], controller: Controller
-) -> None:
+async def run_flow(runner: OperatorRunner, controller: Controller) -> None:
     """Run the operators of a flow in order, each on its ranks.
 
     An operator without outputs is not awaited. Later operators on other ranks then run
     in parallel with it.
 
     Args:
-        input_names: names of values that every rank has from the start.
+        runner: runner of the coordinator's rank. Every rank is given values of the same names.
     """
     # Values that the caller passes are on every rank already. A call without transfers
     # makes them known to the controller.
     everyone = range(controller.num_ranks)
     values = {
         name: await FlowGroup("flow", everyone, controller).given(name)
-        for name in input_names
+        for name in runner.given
     }
-    for operator in plan.operators:
-        ranks = plan.ranks[operator.name]
+    for operator in runner.plan.operators:
+        ranks = runner.plan.ranks[operator.name]
         group = FlowGroup("flow", everyone if ranks is None else ranks, controller)
         inputs = [values[name] for name in operator.takes]
         outputs = group.run(operator.name, inputs)
@@ -88,7 +86,6 @@ async def run_flow(
 
 
 def run_on_ranks(
-    plan: CompiledFlow,
     places: Places,
     runner: OperatorRunner,
     span: Callable[[str], AbstractContextManager[Any]],
@@ -106,7 +103,7 @@ def run_on_ranks(
     timeouts = CallTimeouts(call=TIMEOUT.total_seconds())
     with ControllerConnection(context, timeouts) as connection:
         connection.serve(
-            lambda controller: run_flow(plan, list(runner.given), controller),
+            partial(run_flow, runner),
             {"flow": FlowWorker(runner)},
             mover,
             waiting=partial(span, "wait"),

@@ -94,27 +94,6 @@ def _bytes_of(value: Any) -> int:
     return sum(map(_bytes_of, value))
 
 
-def _all_reduce(group: dist.ProcessGroup, tensors: Any, *rest: Any) -> float:
-    return 2 * _others_share(group) * _bytes_of(tensors)
-
-
-def _all_gather(group: dist.ProcessGroup, output: Any, *rest: Any) -> float:
-    return _others_share(group) * _bytes_of(output)
-
-
-def _reduce_scatter(
-    group: dist.ProcessGroup, output: Any, whole: Any, *rest: Any
-) -> float:
-    return _others_share(group) * _bytes_of(whole)
-
-
-def _all_to_all(
-    group: dist.ProcessGroup, output: Sequence[Tensor], *rest: Any
-) -> float:
-    own_bytes = _bytes_of(output[group.rank()])
-    return _bytes_of(output) - own_bytes
-
-
 def _all_to_all_single(
     group: dist.ProcessGroup,
     output: Tensor,
@@ -131,30 +110,8 @@ def _all_to_all_single(
     return _bytes_of(output) * (rows - own_rows) / rows if rows else 0.0
 
 
-def _broadcast(
-    group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any
-) -> float:
-    return 0.0 if _is_root(group, options) else _bytes_of(tensors)
-
-
-def _reduce(
-    group: dist.ProcessGroup, tensors: Any, options: Any = None, *rest: Any
-) -> float:
-    return _bytes_of(tensors) if _is_root(group, options) else 0.0
-
-
-def _scatter(
-    group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any = None, *rest: Any
-) -> float:
-    return _broadcast(group, outputs, options)
-
-
 def _is_root(group: dist.ProcessGroup, options: Any) -> bool:
     return group.rank() == getattr(options, "rootRank", 0)
-
-
-def _receive(group: dist.ProcessGroup, tensors: Any, *rest: Any) -> float:
-    return _bytes_of(tensors)
 
 
 def _others_share(group: dist.ProcessGroup) -> float:
@@ -162,11 +119,14 @@ def _others_share(group: dist.ProcessGroup) -> float:
     return (group.size() - 1) / group.size()
 
 
-# Method of ProcessGroup -> bytes that one call receives. torch 2.13 and older versions
-# name some differently.
-COUNTED: dict[str, Count] = {
-    **dict.fromkeys(("allreduce", "allreduce_coalesced"), _all_reduce),
-    **dict.fromkeys(
+# Methods of ProcessGroup, and the bytes that one call receives. torch 2.13 and older
+# versions name some differently.
+_RULES: tuple[tuple[tuple[str, ...], Count], ...] = (
+    (
+        ("allreduce", "allreduce_coalesced"),
+        lambda group, tensors, *rest: 2 * _others_share(group) * _bytes_of(tensors),
+    ),
+    (
         (
             "allgather",
             "allgather_coalesced",
@@ -176,9 +136,9 @@ COUNTED: dict[str, Count] = {
             "all_gather_single_coalesced",
             "gather",
         ),
-        _all_gather,
+        lambda group, output, *rest: _others_share(group) * _bytes_of(output),
     ),
-    **dict.fromkeys(
+    (
         (
             "reduce_scatter",
             "_reduce_scatter_base",
@@ -186,15 +146,36 @@ COUNTED: dict[str, Count] = {
             "reduce_scatter_single",
             "reduce_scatter_single_coalesced",
         ),
-        _reduce_scatter,
+        lambda group, output, whole, *rest: _others_share(group) * _bytes_of(whole),
     ),
-    **dict.fromkeys(("alltoall_base", "all_to_all_single"), _all_to_all_single),
-    "alltoall": _all_to_all,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "scatter": _scatter,
-    **dict.fromkeys(("recv", "recv_anysource"), _receive),
-}
+    (("alltoall_base", "all_to_all_single"), _all_to_all_single),
+    (
+        ("alltoall",),
+        lambda group, output, *rest: (
+            _bytes_of(output) - _bytes_of(output[group.rank()])
+        ),
+    ),
+    (
+        ("broadcast",),
+        lambda group, tensors, options=None, *rest: (
+            0.0 if _is_root(group, options) else _bytes_of(tensors)
+        ),
+    ),
+    (
+        ("reduce",),
+        lambda group, tensors, options=None, *rest: (
+            _bytes_of(tensors) if _is_root(group, options) else 0.0
+        ),
+    ),
+    (
+        ("scatter",),
+        lambda group, outputs, inputs, options=None, *rest: (
+            0.0 if _is_root(group, options) else _bytes_of(outputs)
+        ),
+    ),
+    (("recv", "recv_anysource"), lambda group, tensors, *rest: _bytes_of(tensors)),
+)
+COUNTED = {name: count for names, count in _RULES for name in names}
 
 
 @functools.cache

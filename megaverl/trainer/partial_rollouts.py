@@ -21,7 +21,6 @@ log-probs, no device tensors.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -459,12 +458,11 @@ def _without(
 
 def _record(prompt: PromptRecord) -> dict[str, object]:
     """Return the fields of a prompt that the batch does not hold, as JSON-compatible values."""
-    names = [
-        record_field.name
-        for record_field in dataclasses.fields(prompt)
-        if record_field.name not in ("token_ids", "images")
-    ]
-    return {name: getattr(prompt, name) for name in names}
+    return {
+        name: value
+        for name, value in vars(prompt).items()
+        if name not in ("token_ids", "images")
+    }
 
 
 def _batch(groups: Sequence[PartialGroup]) -> RolloutBatch:

@@ -51,7 +51,7 @@ def run_all(flow: DataFlow, size: int, **given: Any) -> dict[int, Result]:
         for rank in range(size)
     }
     outcome = SimulatedCluster(size, seed=0).run(
-        lambda controller: run_flow(flow.plan, list(given), controller),
+        lambda controller: run_flow(runners[0], controller),
         lambda cluster, rank: {"flow": FlowWorker(runners[rank])},
     )
     if outcome.error is not None:
