@@ -402,9 +402,14 @@ class Config(Section):
         return self.run_dir / "chosen.json"
 
     @property
+    def max_response_tokens(self) -> int:
+        """Longest response that is sampled, in tokens."""
+        return int(self.rollout.sampling["max_tokens"])
+
+    @property
     def max_tokens(self) -> int:
         """Longest prompt plus longest response, in tokens: the context length that every engine must hold."""
-        return self.data.max_prompt_tokens + int(self.rollout.sampling["max_tokens"])
+        return self.data.max_prompt_tokens + self.max_response_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, strings and numbers, under the key names of the file."""

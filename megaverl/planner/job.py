@@ -273,7 +273,7 @@ class PlannedJob:
             equal_part = -(-samples // self.world)
             worked_on = sum(-(-samples // role.grid.dp) for role in roles)
             samples = min(samples, equal_part + worked_on)
-        return 4.0 * fields * samples * int(config.rollout.sampling["max_tokens"])
+        return 4.0 * fields * samples * config.max_response_tokens
 
     def stage_ranks(self) -> list[int]:
         """List the first rank of every pipeline stage of every role. Other ranks of a stage differ only by padding."""

@@ -763,7 +763,7 @@ class Builder:
             config.environment,
             self.tokenizer,
             default_group(),
-            max_tokens=int(config.rollout.sampling["max_tokens"]),
+            max_tokens=config.max_response_tokens,
             max_prompt_tokens=config.data.max_prompt_tokens,
             chat=self.encoder().uses_chat_template,
         )

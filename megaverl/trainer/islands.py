@@ -29,7 +29,7 @@ from torch import Tensor
 from megaverl.algorithms.loss import MetricSums
 from megaverl.config import Config
 from megaverl.config.roles import CoordinatorConfig
-from megaverl.distributed.channels import Channel, PendingSends
+from megaverl.distributed.channels import Channel, PendingSends, receive_json, send_json
 from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.job_context import JobContext
 from megaverl.distributed.placement import ResolvedPlacement
@@ -167,14 +167,14 @@ class IslandMember:
             self._context.placement.coordinator,
         )
         count = sum(tensor.numel() for tensor in tensors.values())
-        numbers = torch.tensor([count, self._bucket, self.compressor is not None])
-        channel.send_to([coordinator], numbers).wait()
-        numbers = channel.receive_from(coordinator)[0].view(torch.int64)
+        shape = [count, self._bucket, self.compressor is not None]
+        send_json(context, _NAME, coordinator, shape).wait()
         # The coordinator returns -1 if the islands do not match.
-        if numbers[0] != count:
+        first_count = receive_json(context, _NAME, coordinator)
+        if first_count != count:
             raise TrainingStopped(
                 f"the actor's islands differ: {context.describe(context.rank)} has {count} elements of gradient, and "
-                f"the first island's rank {int(numbers[0])}, or another bucket or compression. All islands need one "
+                f"the first island's rank {first_count}, or another bucket or compression. All islands need one "
                 "grid."
             )
         share = 1.0 / len(context.placement.islands) if mean else 1.0
@@ -206,26 +206,22 @@ def serve_join(context: JobContext) -> None:
     Raises:
         TrainingStopped: the islands do not match (their ranks raise as well), or an island was lost.
     """
-    channel, islands = Channel(context, _NAME), context.placement.islands
-    numbers = {
-        rank: channel.receive_from(rank)[0].view(torch.int64)
-        for ranks in islands
-        for rank in ranks
+    islands = context.placement.islands
+    # Count, bucket, compressed.
+    shapes = {
+        rank: receive_json(context, _NAME, rank) for ranks in islands for rank in ranks
     }
     places = list(zip(*islands, strict=True))
-    answers = PendingSends()
-    # Count, bucket, compressed.
-    shapes = {rank: values.tolist() for rank, values in numbers.items()}
     differ = [
         ranks
         for ranks in places
         if any(shapes[rank] != shapes[ranks[0]] for rank in ranks)
     ]
+    answers = PendingSends()
     for ranks in places:
-        answer = numbers[ranks[0]].clone()
-        if differ:
-            answer[0] = -1
-        answers.add(channel.send_to(ranks, answer))
+        for rank in ranks:
+            first_count = -1 if differ else shapes[ranks[0]][0]
+            answers.add(send_json(context, _NAME, rank, first_count))
     answers.wait()
     if differ:
         raise TrainingStopped(

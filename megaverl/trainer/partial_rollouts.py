@@ -427,7 +427,7 @@ class InFlightUpdates(GroupsInProgress):
         self._num_tokens = 0
         if not self.groups:
             # Half of `max_tokens`, rounded up.
-            half = -(-int(settings.sampling["max_tokens"]) // 2)
+            half = -(-self.config.max_response_tokens // 2)
             self._begin(prompts, step)
             self._num_tokens = self._round(
                 rollout, rollout.weight_version, settings.in_flight_tokens or half
@@ -438,9 +438,8 @@ class InFlightUpdates(GroupsInProgress):
         """Generate the rest of each response. Return the samples, with the versions of their tokens, and metrics."""
         assert isinstance(rollout, Rollout), "agents of their own write in episodes"
         start = time.perf_counter()
-        longest = int(self.config.rollout.sampling["max_tokens"])
         num_tokens = self._num_tokens + self._round(
-            rollout, rollout.weight_version, longest
+            rollout, rollout.weight_version, self.config.max_response_tokens
         )
         batch, self.groups = self._finished(self.groups), []
         seconds = self._seconds + time.perf_counter() - start

@@ -42,8 +42,7 @@ class PairTrainer(OfflineTrainer):
         self.reader = PreferenceReader(
             builder.encoder(),
             PreferenceColumns.of(preference),
-            max_tokens=preference.max_response_tokens
-            or int(config.rollout.sampling["max_tokens"]),
+            max_tokens=preference.max_response_tokens or config.max_response_tokens,
             pairs_only=pairs_only,
         )
         super().__init__(config, builder, console, job, preference, preference.train)

@@ -427,11 +427,8 @@ class ActorWorker(RoleWorker):
         fields: Fields = {}
         for signal in signals:
             fields |= self._store.fields(signal, batch)
-        old_log_probs = fields.pop("old_log_probs", None)
         with self._stages("advantages"):
-            experience = self._operators.advantages(
-                batch, scores, old_log_probs, **fields
-            )
+            experience = self._operators.advantages(batch, scores, **fields)
         # Only new tensors are values of the program. The other ranks already have the
         # rest of the batch.
         new: Fields = {

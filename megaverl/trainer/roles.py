@@ -153,7 +153,8 @@ def make_roles(builder: Builder, context: JobContext, *, generates: bool) -> Rol
         return _make_agent_roles(builder, generates=generates)
     player = builder.player()
     heads = len(player.agents) if player else 1
-    actor = builder.actor(heads) if has("actor") else RemoteWorker("actor")
+    actor = builder.actor(heads) if has("actor") else None
+    model = None if actor is None else actor.model
     rollout: Rollout | RemoteWorker | None = (
         RemoteWorker("rollout") if generates else None
     )
@@ -167,20 +168,17 @@ def make_roles(builder: Builder, context: JobContext, *, generates: bool) -> Rol
         fills = has("coordinator")
     else:
         fills = context.rank in context.placement.islands[0]
-    source = actor.model if isinstance(actor, Actor) else None
-    if "actor" in global_models:
-        source = global_models["actor"].model
+    source = global_models["actor"].model if "actor" in global_models else model
     # Created first, so that the engines start while the other models are built.
     if generates and not shares and (fills or has("rollout")):
         sync, engine = builder.remote_rollout(source)
         rollout = engine or rollout
     reference: Policy | RemoteWorker | None = None
     if config.uses_reference:
-        model = None if isinstance(actor, RemoteWorker) else actor.model
         reference = (
             builder.reference(model) if has("reference") else RemoteWorker("reference")
         )
-    if not isinstance(actor, RemoteWorker):
+    if actor is not None:
         builder.teach(actor, reference)
     learned = (
         builder.learned_reward() if config.mixes_reward_model and has("actor") else None
@@ -194,25 +192,21 @@ def make_roles(builder: Builder, context: JobContext, *, generates: bool) -> Rol
         if config.estimator_reads("implicit_rewards") and has("actor")
         else None
     )
-    if generates and shares and not isinstance(actor, RemoteWorker):
-        rollout = builder.rollout(actor.model)
+    if generates and shares and model is not None:
+        rollout = builder.rollout(model)
         sync = rollout.sync
     draft = draft_sync = None
-    if config.draft.train and not isinstance(actor, RemoteWorker):
-        draft = builder.draft(actor.model)
+    if config.draft.train and model is not None:
+        draft = builder.draft(model)
     if config.draft.train and sync is not None:
         engine_here = rollout.engine if isinstance(rollout, Rollout) else None
         draft_sync = builder.draft_sync(draft, engine_here)
     # With `reshard.overlap` the optimizer hands over weights as soon as they are
     # updated.
-    if (
-        config.reshard.overlap
-        and isinstance(sync, WeightSync)
-        and not isinstance(actor, RemoteWorker)
-    ):
+    if config.reshard.overlap and isinstance(sync, WeightSync) and actor is not None:
         actor.trainable.sender = sync
     return Roles(
-        actor=actor,
+        actor=actor or RemoteWorker("actor"),
         rollout=rollout,
         reward=reward,
         critic=critic,

@@ -157,7 +157,7 @@ def answer_tokens(
     Raises:
         DataError: the answer is not text or is too long. The message names the row.
     """
-    limit = config.sft.max_answer_tokens or int(config.rollout.sampling["max_tokens"])
+    limit = config.sft.max_answer_tokens or config.max_response_tokens
     if not isinstance(record.reference, str):
         raise DataError(
             f"{record.where}: the answer is {type(record.reference).__name__}, and fine-tuning needs text. "

@@ -84,8 +84,9 @@ def test_pf_ppo_is_ppo_on_the_best_and_one_other_of_each_group():
         kl=SimpleNamespace(coef=0.0, update=lambda _: None),
     )
     step = RLStep(config, roles)
-    fields = (batch.old_log_probs, batch.ref_log_probs, batch["values"], torch.zeros(8))
-    made = step.advantages(batch, scores, *fields)
+    names = ("old_log_probs", "ref_log_probs", "values")
+    signals = {name: batch[name] for name in names}
+    made = step.advantages(batch, scores, **signals, last_values=torch.zeros(8))
     kept = [row for row in range(8) if made.response_mask[row].any()]
     assert (
         len(kept) == 4
