@@ -52,23 +52,18 @@ def _copy_whole(
     holders = [rank for rank, rows in held.items() if rows is None]
     missing = [rank for rank in sorted(wanted) if rank not in holders]
     nodes = {node_of(rank) for rank in holders}
-    first_of_nodes: list[int] = []
-    rest_of_nodes: list[int] = []
+    by_node: dict[int, list[int]] = {}
     for rank in missing:
-        if node_of(rank) in nodes:
-            rest_of_nodes.append(rank)
-        else:
-            nodes.add(node_of(rank))
-            first_of_nodes.append(rank)
+        by_node.setdefault(node_of(rank), []).append(rank)
     moves: list[RowTransfer] = []
     # A value enters each node once. Rounds: every holder serves one rank, then all that
     # hold it serve.
+    first_of_nodes = [
+        ranks.pop(0) for node, ranks in by_node.items() if node not in nodes
+    ]
     _spread(value, holders, first_of_nodes, moves)
     # Inside a node, only its own holders serve, over links that do not load the
     # network.
-    by_node: dict[int, list[int]] = {}
-    for rank in rest_of_nodes:
-        by_node.setdefault(node_of(rank), []).append(rank)
     for node, ranks in by_node.items():
         _spread(
             value, [rank for rank in holders if node_of(rank) == node], ranks, moves

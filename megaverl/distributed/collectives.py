@@ -194,11 +194,9 @@ def _send(ranks: dist.ProcessGroup, peer: int, data: bytes, tag: int) -> list[_P
         bytearray(_chunk(data).ljust(FRAME, b"\0")), dtype=torch.uint8
     )
     parts = [part for part in (framed[:FRAME], framed[FRAME:]) if part.numel()]
-    try:
-        return [(ranks.send([part], peer, tag), part, peer) for part in parts]
     # The first message opens the connection, which may fail.
-    except RuntimeError as error:
-        raise _lost(peer, error) from error
+    with _waiting_for(peer):
+        return [(ranks.send([part], peer, tag), part, peer) for part in parts]
 
 
 def _receive(ranks: dist.ProcessGroup, peer: int, tag: int) -> bytes:
@@ -214,28 +212,30 @@ def _receive(ranks: dist.ProcessGroup, peer: int, tag: int) -> bytes:
 
 def _receive_some(ranks: dist.ProcessGroup, peer: int, count: int, tag: int) -> bytes:
     data = torch.empty(count, dtype=torch.uint8)
-    try:
+    with _waiting_for(peer):
         # Control messages are not the run's traffic.
         with uncounted():
             work = ranks.recv([data], peer, tag)
         work.wait()
-    except RuntimeError as error:
-        raise _lost(peer, error) from error
     return data.numpy().tobytes()
 
 
 def _finish(sent: Sequence[_Pending]) -> None:
     for work, _, peer in sent:
-        try:
+        with _waiting_for(peer):
             work.wait()
-        except RuntimeError as error:
-            raise _lost(peer, error) from error
 
 
-def _lost(peer: int, error: Exception) -> TrainingStopped:
-    return TrainingStopped(
-        f"rank {peer} of the group died or stalled: this rank waited for its part of an agreement ({cause_of(error)})"
-    )
+@contextmanager
+def _waiting_for(peer: int) -> Iterator[None]:
+    """Return a context that turns errors about a lost peer into `TrainingStopped`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingStopped(
+            f"rank {peer} of the group died or stalled: this rank waited for its part of an agreement "
+            f"({cause_of(error)})"
+        ) from error
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
