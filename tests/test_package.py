@@ -39,6 +39,7 @@ ORDER = (
     "version",
     "announcements",
     "processes",
+    "signal_handlers",
     "temporary",
     "gpus",
     "rank_environment",

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from megaverl.config import Config
 from megaverl.controller.core import Controller, Wanted, list_references
@@ -30,9 +30,6 @@ from megaverl.trainer.update_decisions import decide_together
 from megaverl.trainer.validation import HeldOutResult
 from megaverl.workers.decisions import Rules
 from megaverl.workers.reward import Scores
-
-if TYPE_CHECKING:
-    from megaverl.trainer.agents import GameAgent
 
 T = TypeVar("T")
 G = TypeVar("G")
@@ -479,6 +476,15 @@ class OperatorGroup(SampleGroup):
         )
 
 
+class TrainsAgent(Protocol):
+    """Agent of a game, with its own actor and critic. Implemented by `agents.GameAgent`."""
+
+    async def train(
+        self, rollouts: Ref[RolloutBatch], scores: Ref[Scores], step: int
+    ) -> None:
+        """Train the agent on its own samples and advantages, then update its engine's weights."""
+
+
 # Program of one step. It returns the samples that the step trained on, for the records.
 StepProgram = Callable[["Run", int], Awaitable[Samples]]
 
@@ -531,7 +537,7 @@ class Run:
     is_given: bool = False
     may_leave_inside: bool = True
     restored_steps: Set[int] = frozenset()
-    agents: Mapping[str, GameAgent] = field(default_factory=dict)
+    agents: Mapping[str, TrainsAgent] = field(default_factory=dict)
     ahead: RolloutsAhead | None = None
     scores_arriving: bool = False
     scores_ahead: bool = False

@@ -6,15 +6,20 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from signal import Signals
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from megaverl.config import Config
 from megaverl.controller.core import Controller
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.streaming import Prompts
 from megaverl.errors import ConfigError
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.profiler import Profiler
 from megaverl.trainer.agents import make_agent_workers, make_agents
 from megaverl.trainer.arriving_samples import SampleSender, can_arrive
+from megaverl.trainer.build import Builder
 from megaverl.trainer.harness.validation_tasks import tasks_at_validation
-from megaverl.trainer.job import Leaving
+from megaverl.trainer.job import Leaving, PreemptionHandler, Stages
 from megaverl.trainer.own_program import load_step
 from megaverl.trainer.program import (
     agents_step,
@@ -44,14 +49,49 @@ from megaverl.trainer.role_workers import (
 from megaverl.trainer.rollouts_ahead import RolloutsAhead
 from megaverl.trainer.run_state import RunState
 from megaverl.trainer.sample_rows import SampleStore, SampleValue
+from megaverl.trainer.saving import Saving
 from megaverl.trainer.schedule import Schedule
 from megaverl.trainer.serving import serve_program
+from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import StoredRollouts
-from megaverl.trainer.validation import HeldOutResult
+from megaverl.trainer.validation import HeldOutResult, Validation
 from megaverl.workers.reward import Scores
 
-if TYPE_CHECKING:
-    from megaverl.trainer.loop import Trainer
+
+class StepsOfARun(Protocol):
+    """The part of a trainer (`loop.Trainer`) that the programs of its run use.
+
+    Attributes:
+        next_step: next step of the run, counted from 0.
+        measured: metrics of the last validation, or else of the last step, on ranks that have them.
+        cut_off: samples of the next step, if the run resumed from a checkpoint inside a step.
+        leave: notes a signal that asks the run to leave.
+    """
+
+    config: Config
+    console: Console
+    builder: Builder
+    run_state: RunState
+    step: RLStep
+    prompts: Prompts
+    validation: Validation
+    stages: Stages
+    profiler: Profiler
+    saving: Saving
+    leave: PreemptionHandler
+    next_step: int
+    measured: dict[str, float]
+    cut_off: StoredRollouts | None
+
+    def begin_step(self, step: int) -> None: ...
+
+    def report(self, done: int) -> dict[str, float]: ...
+
+    def save_if_due(self, done: int) -> None: ...
+
+    def leave_run(
+        self, signal: str, rollouts: RolloutBatch | None, scores: Scores | None
+    ) -> Leaving: ...
 
 
 class ServedRun:
@@ -72,7 +112,7 @@ class ServedRun:
         served.serve(lambda run: train(run, trainer.next_step))  # on every rank; returns when the program has ended
     """
 
-    def __init__(self, trainer: Trainer, *, is_given: bool = False) -> None:
+    def __init__(self, trainer: StepsOfARun, *, is_given: bool = False) -> None:
         self._is_given = is_given
         self._trainer, self._state = trainer, trainer.run_state
         self._config = trainer.config
@@ -260,7 +300,7 @@ class SessionWorker:
         shared: responses that the program copied to every rank.
     """
 
-    _trainer: Trainer
+    _trainer: StepsOfARun
     _store: SampleStore
     leaving: Leaving | None = None
     next_given: StoredRollouts | None = None
