@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+
+# One thread per process, as torchrun sets it. Two workers and their ranks share the
+# cores, and with several threads the last bits of a rank's first attention were not
+# always the same. Set before torch is imported, for all child processes too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
