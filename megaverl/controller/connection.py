@@ -41,6 +41,9 @@ from megaverl.distributed.store import own_address
 from megaverl.errors import FAILED, TrainingStopped
 from megaverl.user_code import describe
 
+# Set by torchrun's agent, which is then the parent of a rank.
+STARTED_BY_AGENT = "TORCHELASTIC_RUN_ID"
+
 
 class ControllerConnection:
     """Connection of one rank. Every rank of the job makes one, on its main thread. Collective over the job.
@@ -87,7 +90,10 @@ class ControllerConnection:
         self._thread: ControllerThread | None = None
         if context.rank == coordinator:
             self._thread = ControllerThread(
-                own_address(), context.placement.size, self._make_controller
+                own_address(),
+                context.placement.size,
+                self._make_controller,
+                join_timeout=context.timeout.total_seconds(),
             )
         # The other ranks need the controller's address to connect to it.
         encoded = broadcast_json(
@@ -110,6 +116,7 @@ class ControllerConnection:
             coordinator=name(coordinator),
             leave_after=10.0 if watch is None else watch.grace,
             lost_after=None if watch is None else watch.lost_after,
+            launcher=os.getppid() if STARTED_BY_AGENT in os.environ else None,
             end_process=self._end_process,
         )
         if self._thread is not None:

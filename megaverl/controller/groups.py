@@ -29,7 +29,10 @@ def remote(
 
     @functools.wraps(stub)
     def method(group: G, /, *arguments: P.args, **keywords: P.kwargs) -> PendingCall[T]:
-        _, *values = signature.bind(group, *arguments, **keywords).args
+        bound = signature.bind(group, *arguments, **keywords)
+        # The worker's method takes all arguments in this order.
+        bound.apply_defaults()
+        _, *values = bound.arguments.values()
         kind = _returned(stub)
         if typing.get_origin(kind) is Ref:
             return cast(PendingCall[T], group.keep(stub.__name__, *values))

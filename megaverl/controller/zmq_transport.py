@@ -32,6 +32,7 @@ from zmq.utils.monitor import recv_monitor_message
 from megaverl.controller.failures import ControllerLost
 from megaverl.controller.messages import (
     End,
+    Failed,
     ToRank,
     Where,
     decode_for_rank,
@@ -218,6 +219,8 @@ class ZmqRank:
             ends, because a collective that waits for a lost rank cannot be interrupted.
         lost_after: seconds without a message after which the controller counts as lost; None: only a broken connection
             does.
+        launcher: process id of the launcher that started this rank. Once it has ended, the run fails, because nobody
+            would end a rank that hangs. None: nobody is missed.
         end_process: ends the process; it is given the reason. Default: prints it first.
         context: shared by several ranks of one process, as in a benchmark; default: one of its own.
 
@@ -238,6 +241,7 @@ class ZmqRank:
         coordinator: str = "the controller",
         leave_after: float = 10.0,
         lost_after: float | None = None,
+        launcher: int | None = None,
         end_process: Callable[[str], None] | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
@@ -246,6 +250,7 @@ class ZmqRank:
         self._board = board
         self._coordinator = coordinator
         self._leave_after, self._lost_after = leave_after, lost_after
+        self._launcher = launcher
         self._end_process = end_process or self._print_and_end
         # None marks a broken connection. The side thread fills it while the main thread
         # is inside a collective, where it cannot poll a socket.
@@ -352,6 +357,9 @@ class ZmqRank:
                 self._lose(self._describe_broken_connection())
             elif not ready:
                 self._look_at_clock()
+            # The controller's probes bring this loop here twice a second.
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._report_launcher(self._launcher, socket)
                 socket.disable_monitor()
         for source in (monitor, from_main, socket):
             source.close()
@@ -400,6 +408,13 @@ class ZmqRank:
                 f"{self._coordinator} has not been heard of for {silent:.0f} s: "
                 f"{self._beat or 'nothing was heard of it'}"
             )
+
+    def _report_launcher(self, launcher: int, socket: zmq.Socket[bytes]) -> None:
+        """Tell the controller once that the launcher has ended."""
+        self._launcher = None
+        if not self._is_lost:
+            text = f"rank {self.rank}: its launcher (process {launcher}) is gone"
+            socket.send(encode(Failed(text)))
 
     def _describe_broken_connection(self) -> str:
         if self._beat is not None:

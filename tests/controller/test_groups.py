@@ -32,6 +32,10 @@ class NotedGroup(WorkerGroup):
         """A value that comes back."""
 
     @remote
+    def load(self, folder: str, version: int = 7, *, with_optimizer: bool) -> bool:
+        """A value that may be left out, and one that is given by name."""
+
+    @remote
     def end(self) -> None:
         """Nothing comes back."""
 
@@ -45,5 +49,7 @@ def test_the_annotation_decides_whether_a_value_stays_on_the_ranks() -> None:
 
 def test_arguments_are_sent_in_the_order_of_the_signature() -> None:
     assert NotedGroup().values(step=3, rollouts="r") == ("keep", "values", "r", 3)
+    loaded = NotedGroup().load("folder", with_optimizer=True)
+    assert loaded == ("report", "load", bool, "folder", 7, True)
     with pytest.raises(TypeError, match="missing a required argument: 'step'"):
         NotedGroup().values("rollouts")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megaverl.errors import FAILED, SAVED_AND_LEFT
@@ -72,6 +74,37 @@ def test_a_restart_in_the_job(
     assert (tmp_path / "struck").exists()
     assert "resumed from" in done.stdout and "of 4 steps are done" in done.stdout
     assert differences(remains(tmp_path / "run"), expected) == []
+
+
+def test_ranks_end_when_torchrun_is_killed(inputs: Path, tmp_path: Path) -> None:
+    """Nobody would end them if they hung, and their node's launcher is named."""
+    command = [sys.executable, "-m", TORCHRUN, "--nproc-per-node=2"]
+    command += [f"--master-port={free_port()}", "-m", "tests.faults.rank"]
+    # It must not be over before the launcher is gone.
+    slow = Fault("stall", 1, "values", 2)
+    with (tmp_path / "output").open("w") as output:
+        agent = subprocess.Popen(
+            [*command, *arguments(inputs, tmp_path)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment(**slow.environment(), PYTHONPATH=str(ROOT)),
+        )
+        try:
+            metrics = tmp_path / "run" / "metrics.jsonl"
+            end = time.monotonic() + 120
+            while not metrics.exists() and time.monotonic() < end:
+                time.sleep(0.1)
+            ranks = psutil.Process(agent.pid).children()
+        finally:
+            agent.kill()
+            agent.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    for rank in alive:
+        rank.kill()
+    text = (tmp_path / "output").read_text()
+    assert len(ranks) == 2 and alive == [], text
+    assert f"its launcher (process {agent.pid}) is gone" in text
 
 
 @pytest.mark.parametrize(

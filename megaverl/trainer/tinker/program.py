@@ -11,11 +11,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import Any
 
-from megaverl.controller.groups import WorkerGroup
-from megaverl.controller.references import PendingCall
+from megaverl.controller.groups import WorkerGroup, remote
 from megaverl.trainer.tinker.messages import (
     CallOutcome,
     LossRequest,
@@ -37,47 +35,45 @@ IDLE_SECONDS = 0.25
 class AdapterGroup(WorkerGroup):
     """All ranks of the server. Each holds its part of the model, of all adapters, and of an engine."""
 
-    def create(self, model: str, seed: int) -> PendingCall[CallOutcome]:
+    @remote
+    def create(self, model: str, seed: int) -> CallOutcome:
         """Create new adapters with the initial values of a seed."""
-        return self.report("create", CallOutcome, model, seed)
 
-    def drop(self, model: str) -> PendingCall[None]:
+    @remote
+    def drop(self, model: str) -> None:
         """Free the adapters of a model."""
-        return self.report("drop", NoneType, model)
 
+    @remote
     def forward_backward(
         self, model: str, rows: TokenRows, loss: LossRequest, *, trains: bool
-    ) -> PendingCall[CallOutcome]:
+    ) -> CallOutcome:
         """Compute log-probs and loss of rows of tokens, and with `trains` add the gradient to the model's."""
-        return self.report("forward_backward", CallOutcome, model, rows, loss, trains)
 
-    def step(self, model: str, settings: AdamStep) -> PendingCall[CallOutcome]:
+    @remote
+    def step(self, model: str, settings: AdamStep) -> CallOutcome:
         """Take one optimizer step on the model's gradients."""
-        return self.report("step", CallOutcome, model, settings)
 
-    def save_state(self, model: str, folder: str) -> PendingCall[CallOutcome]:
+    @remote
+    def save_state(self, model: str, folder: str) -> CallOutcome:
         """Save adapters and optimizer state."""
-        return self.report("save_state", CallOutcome, model, folder)
 
+    @remote
     def load_state(
         self, model: str, folder: str, *, with_optimizer: bool
-    ) -> PendingCall[CallOutcome]:
+    ) -> CallOutcome:
         """Load a saved state. If that fails, the model keeps what it had."""
-        return self.report("load_state", CallOutcome, model, folder, with_optimizer)
 
-    def save_adapter(self, model: str, folder: str) -> PendingCall[CallOutcome]:
+    @remote
+    def save_adapter(self, model: str, folder: str) -> CallOutcome:
         """Save the adapters in peft's format."""
-        return self.report("save_adapter", CallOutcome, model, folder)
 
-    def sample(
-        self, weights: SavedWeights, rows: PromptRows
-    ) -> PendingCall[CallOutcome]:
+    @remote
+    def sample(self, weights: SavedWeights, rows: PromptRows) -> CallOutcome:
         """Sample one response for each prompt."""
-        return self.report("sample", CallOutcome, weights, rows)
 
-    def score(self, weights: SavedWeights, rows: TokenRows) -> PendingCall[CallOutcome]:
+    @remote
+    def score(self, weights: SavedWeights, rows: TokenRows) -> CallOutcome:
         """Compute the log-probs of given tokens."""
-        return self.report("score", CallOutcome, weights, rows)
 
 
 @dataclass
