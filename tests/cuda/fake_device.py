@@ -272,6 +272,9 @@ def _caller() -> str:
             continue
         for package in ("megaverl", "megatron"):
             place = frame.filename.rpartition(f"/{package}/")[2]
-            if place != frame.filename and "/tests/" not in frame.filename:
+            # A clone is called megaverl, too, and holds all other packages in its .venv.
+            if "site-packages/" in place or "/tests/" in frame.filename:
+                continue
+            if place != frame.filename:
                 return f"{package}/{place}:{frame.name}"
     return "?"
