@@ -502,7 +502,12 @@ class Controller:
                 break
             await asyncio.sleep(self.timeouts.grace)
         cause = find_cause(self._evidence)
-        self._failure = explain(cause, self._unfinished(), self._name)
+        calls = self._unfinished()
+        if isinstance(cause, LostRank):
+            # A killed process loses its last reply, too. It was hardly in a call for
+            # which it only moved rows.
+            calls |= self._unfinished(runs=True)
+        self._failure = explain(cause, calls, self._name)
         for running in self._running.values():
             _cancel_timers(running)
             if not running.future.done():
@@ -556,13 +561,18 @@ class Controller:
                 )
             )
 
-    def _unfinished(self) -> dict[int, str]:
-        """Return, by rank, the earliest call that the rank has not replied to."""
+    def _unfinished(self, *, runs: bool = False) -> dict[int, str]:
+        """Return, by rank, the earliest call that the rank has not replied to.
+
+        Args:
+            runs: leave out calls for which a rank only moves rows.
+        """
         calls: dict[int, str] = {}
         for id in sorted(self._running):
             running = self._running[id]
             for rank in sorted(running.waiting):
-                calls.setdefault(rank, running.name)
+                if not runs or rank in running.ranks:
+                    calls.setdefault(rank, running.name)
         return calls
 
     async def _report_slow(self, running: _Running) -> None:

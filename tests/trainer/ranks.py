@@ -157,7 +157,7 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
     trainer.records.log = noted
     with counted.counting():
         trainer.train()
-    batch = state._values["rollouts"]
+    batch, _ = state._samples
     return {
         "metrics": logged,
         "weights": [
