@@ -19,12 +19,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from megaverl.controller.core import CallTimeouts, Controller
 from megaverl.controller.dialogue import Dialogue
-from megaverl.controller.failures import CallFailed, ControllerLost
+from megaverl.controller.failures import CallFailed, ControllerLost, default_name
 from megaverl.controller.messages import NO_QUESTION, Failed, Left, encode
 from megaverl.controller.relay import node_address
 from megaverl.controller.serving import Mover, run_blocking, serve
@@ -70,7 +70,7 @@ class ControllerConnection:
         timeouts: CallTimeouts,
         *,
         watch: RankWatch | None = None,
-        name: Callable[[int], str] = lambda rank: f"rank {rank}",
+        name: Callable[[int], str] = default_name,
         log: Callable[[str], None] = print,
         show_error: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
         end: Callable[[int], object] = os._exit,
@@ -149,7 +149,7 @@ class ControllerConnection:
         workers: Mapping[str, object],
         mover: Mover,
         *,
-        waiting: Callable[[], AbstractContextManager[Any]],
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         signal: Callable[[], int] = lambda: 0,
         dialogue: Dialogue | None = None,
     ) -> None:
@@ -164,11 +164,11 @@ class ControllerConnection:
             dialogue: lets workers' methods ask the program.
 
         Raises:
-            TrainingStopped: another rank failed or was lost. The message names it.
+            TrainingStopped: another rank failed or was lost, or the run had failed before. The message names the rank.
             BaseException: any exception that a call raised on this rank.
         """
         if self._reason:
-            raise TrainingStopped(self._reason)
+            raise TrainingStopped(f"the run has failed before: {self._reason}")
         result = None if self._thread is None else self._thread.start(program)
         try:
             served = run_blocking(
@@ -207,13 +207,11 @@ class ControllerConnection:
         """
         if self._context.placement.size == 1:
             return None
-        text = describe(error)
-        own = (
-            f"{self.name(self._context.rank)} failed in {self._observer.doing}: {text}"
-        )
+        text, name = describe(error), self.name(self._context.rank)
+        own = f"{name} failed in {self._observer.doing}: {text}"
         is_interrupted = isinstance(error, KeyboardInterrupt)
         if is_interrupted:
-            own = f"{self.name(self._context.rank)} was in {self._observer.doing} and {_interrupted_here()}"
+            own = f"{name} was in {self._observer.doing} and {_interrupted_here()}"
         reason = self._fail(own, says_peer_is_gone(error))
         # Each rank reports an error that all ranks have.
         return None if is_interrupted or reason.endswith(text) else reason

@@ -197,7 +197,9 @@ class Controller:
         """
         if self._reason:
             program.close()
-            raise self._failure or TrainingStopped(self._reason)
+            raise self._failure or TrainingStopped(
+                f"the run has failed before: {self._reason}"
+            )
         self._failed = asyncio.get_running_loop().create_future()
         self._in_program = set(self._present)
         task = asyncio.ensure_future(program)

@@ -11,7 +11,6 @@ over, as always.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megaverl.controller.messages import (
@@ -38,7 +37,6 @@ class ProgramEnded(BaseException):
     """
 
 
-@dataclass
 class Dialogue:
     """One rank's end of the dialogues between its calls and the program. `serve` connects it.
 
@@ -48,9 +46,10 @@ class Dialogue:
             decision = run_blocking(self._dialogue.ask(report if self._is_first else None, Decision))
     """
 
-    _transport: RankTransport | None = None
-    _board: StatusBoard | None = None
-    _postponed: deque[ToRank] = field(default_factory=deque)
+    def __init__(self) -> None:
+        self._transport: RankTransport | None = None
+        self._board: StatusBoard | None = None
+        self._postponed: deque[ToRank] = deque()
 
     def connect(self, transport: RankTransport, board: StatusBoard) -> None:
         """Use the connection of a program that begins.

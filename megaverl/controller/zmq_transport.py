@@ -238,7 +238,7 @@ class ZmqRank:
         rank: int,
         board: StatusBoard,
         *,
-        coordinator: str = "the controller",
+        coordinator: str = "the controller's rank",
         leave_after: float = 10.0,
         lost_after: float | None = None,
         launcher: int | None = None,
@@ -360,7 +360,7 @@ class ZmqRank:
             # The controller's probes bring this loop here twice a second.
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._report_launcher(self._launcher, socket)
-                socket.disable_monitor()
+        socket.disable_monitor()
         for source in (monitor, from_main, socket):
             source.close()
 
@@ -384,9 +384,10 @@ class ZmqRank:
             with contextlib.suppress(zmq.Again):  # the controller is gone
                 socket.send(encode(self._board.answer(decoded.question)), zmq.NOBLOCK)
             return
-        self._inbox.put(decoded)
+        # The reason comes first: the main thread reads it once it has the message.
         if isinstance(decoded, End) and decoded.reason:
             self._fail(decoded.reason)
+        self._inbox.put(decoded)
 
     def _look_at_clock(self) -> None:
         """End the process if the main thread should have left, and notice a silent controller.
@@ -427,8 +428,8 @@ class ZmqRank:
     def _lose(self, reason: str) -> None:
         """Note that the controller is lost."""
         self._is_lost = True
-        self._inbox.put(None)
         self._fail(reason)
+        self._inbox.put(None)
 
     def _fail(self, reason: str) -> None:
         """Note why the run fails, unless that is known, and give the main thread some time to leave."""

@@ -33,6 +33,7 @@ from megaverl.config.grids import (
 )
 from megaverl.controller.connection import ControllerConnection
 from megaverl.controller.core import CallTimeouts
+from megaverl.controller.failures import default_name
 from megaverl.distributed.flight_record import write_flight_record
 from megaverl.distributed.heartbeat import Heartbeat, RankWatch
 from megaverl.distributed.job_context import JobContext, default_group_context, join
@@ -144,9 +145,7 @@ def join_job(
         watch=watch,
         # With all roles on all ranks, the name of a role group adds nothing to a rank's
         # number.
-        name=(lambda number: f"rank {number}")
-        if placement.is_colocated
-        else context.describe,
+        name=default_name if placement.is_colocated else context.describe,
         log=console.print,
         show_error=console.error,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -147,7 +146,6 @@ def several_programs(end: str) -> Any:
             partial(add_up, number=number, sums=sums),
             {"all": Adder(context.rank)},
             NoMover(),
-            waiting=nullcontext,
         )
     connection.status("export")
     if end == "leave":
@@ -164,9 +162,7 @@ def several_programs(end: str) -> Any:
         first = connection.explain(error)
         assert first == connection.explain(RuntimeError("what follows")) or not first
         try:
-            connection.serve(
-                partial(add_up, number=0, sums=sums), {}, NoMover(), waiting=nullcontext
-            )
+            connection.serve(partial(add_up, number=0, sums=sums), {}, NoMover())
         except TrainingStopped as stopped:
             return [first, str(stopped)]
     return "nothing happened"

@@ -90,7 +90,8 @@ def test_a_rank_that_fails_between_programs_is_named_by_all(launch: Launcher) ->
     name = "rank 1 (actor+reward+rollout, here)"
     reason = f"{name} failed in export: ValueError: no room"
     for rank, result in enumerate(ended.check()):
-        assert result == [None if rank == 1 else reason, reason], ended.text
+        later = f"the run has failed before: {reason}"
+        assert result == [None if rank == 1 else reason, later], ended.text
 
 
 def test_a_rank_that_is_interrupted_is_named_by_the_others(launch: Launcher) -> None:
@@ -98,6 +99,7 @@ def test_a_rank_that_is_interrupted_is_named_by_the_others(launch: Launcher) -> 
     name = "rank 1 (actor+reward+rollout, here)"
     for rank, result in enumerate(ended.check()):
         reason = result[1]
+        reason = reason.removeprefix("the run has failed before: ")
         assert reason.startswith(f"{name} was in export and was interrupted on ")
         assert result[0] == (None if rank == 1 else reason)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import zmq
 
+from megaverl.controller.messages import End, encode
 from megaverl.controller.serving import run_blocking
 from megaverl.controller.status_board import StatusBoard
 from megaverl.controller.zmq_transport import ZmqController, ZmqRank
@@ -124,3 +126,28 @@ def test_a_peer_without_the_key_does_not_join() -> None:
         await transport.close()
 
     asyncio.run(join())
+
+
+class Inbox:
+    """Inbox that notes what a rank knows when a message comes."""
+
+    def __init__(self, rank: ZmqRank) -> None:
+        self._rank, self.reasons = rank, list[str | None]()
+
+    def put(self, message: object) -> None:
+        self.reasons.append(self._rank.reason)
+
+
+@pytest.mark.parametrize("how", ["told", "lost"])
+def test_a_rank_knows_the_reason_before_its_main_thread_wakes_up(how: str) -> None:
+    server_key, _ = zmq.curve_keypair()
+    nowhere = Address("tcp://127.0.0.1:1", server_key, *zmq.curve_keypair())
+    with ZmqRank(nowhere, 0, StatusBoard(), leave_after=60.0) as rank:
+        inbox: Any = Inbox(rank)
+        rank._inbox = inbox
+        socket: Any = None  # an end is not answered
+        if how == "told":
+            rank._take(encode(End("no room")), socket)
+        else:
+            rank._lose("no room")
+        assert inbox.reasons == ["no room"]
