@@ -64,6 +64,7 @@ from megaverl.controller import connection as connections
 from megaverl.controller import thread as threads
 from megaverl.controller.connection import ControllerConnection
 from megaverl.controller.core import CallTimeouts
+from megaverl.controller.messages import NO_QUESTION, encode
 from megaverl.controller.zmq_transport import ZmqController, ZmqRank
 from megaverl.distributed.collectives import barrier, connects_lazily, reduce_json
 from megaverl.distributed.heartbeat import RankWatch
@@ -89,7 +90,6 @@ from tools.bench_control import (
 HOST, PATIENCE = "127.0.0.1", timedelta(minutes=5)
 PER_NODE, PER_PROCESS = 8, 64
 LARGE = 16384
-ANSWER_BYTES = 300  # of a heartbeat
 SECTIONS = {"actor": {"tp": 8, "pp": 8}, "trainer": {"steps": 100}}
 ITEMS = 20  # of a checkpoint, that a rank writes
 PHASES = {
@@ -158,7 +158,8 @@ class CountedRank(ZmqRank):
         TRAFFIC[self.rank].add(0, len(message))
         if message:
             # A question, which the side thread answers.
-            TRAFFIC[self.rank].add(1, ANSWER_BYTES)
+            answer = encode(self._board.answer(NO_QUESTION))
+            TRAFFIC[self.rank].add(1, len(answer))
         super()._take(message, socket)
 
 
