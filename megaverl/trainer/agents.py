@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from megaverl.controller.core import Controller
 from megaverl.controller.groups import WorkerGroup, remote
@@ -133,24 +133,23 @@ def make_agent_workers(state: RunState, store: SampleStore) -> dict[str, object]
     return workers
 
 
-@dataclass
 class AgentsWorker:
     """Worker that selects each agent's samples and records its metrics, on one rank (`AgentsGroup`).
 
-    Attributes:
-        _state: this rank's roles and the metrics of the running step.
-        _store: converts values of the program to batches.
-        _operators: operators of a step by agent, in the order of the game's agents.
-        _trained: metrics by agent, for the agents that the running step has trained.
-        _began: when the training of the current agent began.
+    Args:
+        state: this rank's roles and the metrics of the running step.
+        store: converts values of the program to batches.
+        operators: operators of a step by agent, in the order of the game's agents.
     """
 
-    _state: RunState
-    _store: SampleStore
-    _operators: Mapping[str, RLStep]
-    _trained: dict[str, dict[str, float]] = field(default_factory=dict)
-    _last_step: int = -1
-    _began: float = 0.0
+    def __init__(
+        self, state: RunState, store: SampleStore, operators: Mapping[str, RLStep]
+    ) -> None:
+        self._state, self._store, self._operators = state, store, operators
+        # Metrics by agent, for the agents that the running step has trained.
+        self._trained: dict[str, dict[str, float]] = {}
+        self._last_step = -1
+        self._began = 0.0  # when the training of the current agent began
 
     def select_rollouts(
         self, rollouts: SampleValue, agent: str, step: int

@@ -9,7 +9,6 @@ loss or learned reward), or on reference answers (supervised).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -34,17 +33,20 @@ def name_of_mix(config: Config, index: int) -> str:
     return f"mix_{index}_{config.mix[index].update}"
 
 
-@dataclass
 class Mix:
     """Additional updates of a run (`mix`).
 
-    Attributes:
+    Args:
         record: called with a name and the metrics of each update.
     """
 
-    config: Config
-    _roles: Roles
-    record: Callable[[str, Metrics], None]
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        record: Callable[[str, Metrics], None],
+    ) -> None:
+        self.config, self._roles, self.record = config, roles, record
 
     @property
     def actor(self) -> Actor:

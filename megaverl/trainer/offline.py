@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 
@@ -274,18 +273,13 @@ class OfflineTrainer(ABC):
         self.saving.report_resumed(self.next_step, self.steps, "", self.trained)
 
 
-@dataclass
 class TrainerWorker:
-    """Worker of one rank: the methods that `TrainerGroup` calls.
+    """Worker of one rank: the methods that `TrainerGroup` calls."""
 
-    Attributes:
-        _metrics: metrics of the last step.
-        _validated: metrics of a validation after it.
-    """
-
-    _trainer: OfflineTrainer
-    _metrics: dict[str, float] = field(default_factory=dict)
-    _validated: dict[str, float] = field(default_factory=dict)
+    def __init__(self, trainer: OfflineTrainer) -> None:
+        self._trainer = trainer
+        self._metrics: dict[str, float] = {}  # of the last step
+        self._validated: dict[str, float] = {}  # of a validation after it
 
     def take_step(self, step: int) -> None:
         """Run one optimizer step on the rows of a step, and measure it."""

@@ -119,20 +119,19 @@ class PartialGroup:
 Sampled = Callable[[Sequence[PromptRecord], Draws], Sampling]
 
 
-@dataclass
 class GroupsInProgress:
     """Responses that continue over a weight update.
 
-    Attributes:
-        _sampled: returns the sampling options of the responses to prompts.
+    Args:
+        sampled: returns the sampling options of the responses to prompts.
     """
 
-    config: Config
-    _sampled: Sampled
-    groups: list[PartialGroup] = field(default_factory=list)
-    # Equal options share one object, because an engine processes requests with the same
-    # options together.
-    _ways: dict[str, SamplingOptions] = field(default_factory=dict)
+    def __init__(self, config: Config, sampled: Sampled) -> None:
+        self.config, self._sampled = config, sampled
+        self.groups: list[PartialGroup] = []
+        # Equal options share one object, because an engine processes requests with the
+        # same options together.
+        self._ways: dict[str, SamplingOptions] = {}
 
     @property
     def room(self) -> int:
@@ -292,18 +291,17 @@ class GroupsInProgress:
             ) from error
 
 
-@dataclass
 class PartialRollouts(GroupsInProgress):
     """Partial rollouts (`rollout.partial`), which keep more groups in progress than a step takes."""
 
-    # Version of the weights that filled the engine's prefix cache.
-    _version: int | None = None
-
-    def __post_init__(self) -> None:
-        assert self.config.rollout.partial is not None
-        self.settings = self.config.rollout.partial
-        self.wanted = self.config.data.prompts_per_step
-        self.limit = self.config.rollout.max_staleness
+    def __init__(self, config: Config, sampled: Sampled) -> None:
+        super().__init__(config, sampled)
+        assert config.rollout.partial is not None
+        self.settings = config.rollout.partial
+        self.wanted = config.data.prompts_per_step
+        self.limit = config.rollout.max_staleness
+        # Version of the weights that filled the engine's prefix cache.
+        self._version: int | None = None
 
     @property
     def room(self) -> int:

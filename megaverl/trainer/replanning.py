@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megaverl.config import Config
 from megaverl.config.loader import AUTO_KEYS, Make
@@ -130,25 +130,21 @@ def replan(config: Config, make: Make, world: int, seen: Observation) -> Replann
 WARM_UP = 1  # steps after a start that are not measured
 
 
-@dataclass
 class Replanning:
     """Handler of `trainer.replan_every`. The rank that keeps the records searches.
 
-    Attributes:
+    Args:
         keeps: whether this rank keeps the records.
     """
 
-    config: Config
-    console: Console
-    keeps: bool
-    _prompts: list[int] = field(default_factory=list)
-    _responses: list[int] = field(default_factory=list)
-    _seconds: list[dict[str, float]] = field(default_factory=list)
-    _steps: int = 0
-
-    def __post_init__(self) -> None:
-        self.every = self.config.trainer.replan_every
+    def __init__(self, config: Config, console: Console, *, keeps: bool) -> None:
+        self.config, self.console, self.keeps = config, console, keeps
+        self.every = config.trainer.replan_every
         self._world = int(os.environ.get("WORLD_SIZE", "1"))
+        self._prompts: list[int] = []
+        self._responses: list[int] = []
+        self._seconds: list[dict[str, float]] = []
+        self._steps = 0
 
     def look(
         self, done: int, metrics: Mapping[str, float], batch: RolloutBatch

@@ -8,7 +8,6 @@ including the role's collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,11 +45,11 @@ from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import Rollout
 
 
-@dataclass
 class ReceiverWorker:
     """Worker that decides which samples each rank of its role group works on."""
 
-    _store: SampleStore
+    def __init__(self, store: SampleStore) -> None:
+        self._store = store
 
     def assign(self, value: int, facts: SampleFacts) -> dict[int, list[int]]:
         """Decide which rows of a value each rank of this role group works on."""
@@ -60,32 +59,36 @@ class ReceiverWorker:
         """Return immediately. The transfer of the arguments to this rank is the purpose of the call."""
 
 
-@dataclass
 class RolloutWorker:
     """Worker that generates responses.
 
+    Args:
+        state: this rank's roles and the metrics of the running steps.
+        prompts: the run's prompts, positioned at the next step.
+        store: converts between batches and values of the program.
+        held_out: returns the held-out prompts.
+        sender: sends finished samples to the ranks that score them, or None if this rank sends none.
+
     Attributes:
-        _state: this rank's roles and the metrics of the running steps.
-        _prompts: the run's prompts, positioned at the next step.
-        _store: converts between batches and values of the program.
-        _held_out: returns the held-out prompts.
-        _sender: sends finished samples to the ranks that score them, or None if this rank sends none.
         cut_off: samples of the step in which the run was left before, from its checkpoint.
         taken: by step, the prompts of generated responses. The operator worker removes the entries that it uses.
     """
 
-    _state: RunState
-    _prompts: Prompts
-    _store: SampleStore
-    _held_out: Callable[[], Sequence[PromptRecord]] = tuple
-    _sender: SampleSender | None = None
-    cut_off: StoredRollouts | None = None
-    taken: dict[int, Sequence[PromptRecord]] = field(default_factory=dict)
-    _rounds: SamplingRounds | None = None
-
-    def __post_init__(self) -> None:
-        self._operators, self._stages = self._state.step, self._state.stages
-        self._config = self._state.config
+    def __init__(
+        self,
+        state: RunState,
+        prompts: Prompts,
+        store: SampleStore,
+        held_out: Callable[[], Sequence[PromptRecord]] = tuple,
+        sender: SampleSender | None = None,
+    ) -> None:
+        self._state, self._prompts, self._store = state, prompts, store
+        self._held_out, self._sender = held_out, sender
+        self._operators, self._stages = state.step, state.stages
+        self._config = state.config
+        self.cut_off: StoredRollouts | None = None
+        self.taken: dict[int, Sequence[PromptRecord]] = {}
+        self._rounds: SamplingRounds | None = None
 
     def generate(self, step: int) -> SampleValue:
         """Return the step's responses: from an interrupted run, from a replayed run, or newly generated.
@@ -471,11 +474,11 @@ class WeightsWorker(RoleWorker):
             self._operators.reshard(is_updated)
 
 
-@dataclass
 class IslandWorker:
     """Worker that sums the updates which the actor's islands send. It runs on the coordinator's rank."""
 
-    _state: RunState
+    def __init__(self, state: RunState) -> None:
+        self._state = state
 
     def join_updates(self, role: str, step: int) -> bool:
         """Sum what all islands send in the next updates of a role. Return True."""
@@ -484,27 +487,29 @@ class IslandWorker:
         return True
 
 
-@dataclass
 class OperatorWorker:
     """Worker that runs the operators of a flow.
 
-    Attributes:
-        _state: this rank's roles and the metrics of the running steps.
-        _prompts: the run's prompts, positioned at the next step.
-        _store: converts values of the program to batches.
-        _rollout: this rank's rollout worker, whose prompts the flow reuses.
-        _rewards: this rank's reward worker, with rewards from the checkpoint that the run resumed from.
+    Args:
+        state: this rank's roles and the metrics of the running steps.
+        prompts: the run's prompts, positioned at the next step.
+        store: converts values of the program to batches.
+        rollout: this rank's rollout worker, whose prompts the flow reuses.
+        rewards: this rank's reward worker, with rewards from the checkpoint that the run resumed from.
     """
 
-    _state: RunState
-    _prompts: Prompts
-    _store: SampleStore
-    _rollout: RolloutWorker
-    _rewards: RewardWorker
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        prompts: Prompts,
+        store: SampleStore,
+        rollout: RolloutWorker,
+        rewards: RewardWorker,
+    ) -> None:
+        self._state, self._prompts, self._store = state, prompts, store
+        self._rollout, self._rewards = rollout, rewards
         self._by_name = {
-            operator.name: operator for operator in self._state.flow.plan.operators
+            operator.name: operator for operator in state.flow.plan.operators
         }
         self._shapes = ShapeChecker()
         self._given: dict[str, Any] = {}

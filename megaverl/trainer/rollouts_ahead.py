@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megaverl.controller.references import Ref
@@ -27,18 +26,14 @@ class EarlySamples(NamedTuple):
     scores: Ref[Scores] | None
 
 
-@dataclass(eq=False)
 class RolloutsAhead:
     """Task that generates samples while the program trains on earlier ones.
 
-    Attributes:
-        _schedule: after how many completed steps the engines begin a step, and take new weights within it.
-        _sample: generates the samples of a step, and also scores them if the reward ranks may run ahead.
-        _first_step, _last_step: range of the run's steps, excluding `last_step`.
+    Args:
+        schedule: after how many completed steps the engines begin a step, and take new weights within it.
+        sample: generates the samples of a step, and also scores them if the reward ranks may run ahead.
+        first_step, last_step: range of the run's steps, excluding `last_step`.
         is_in_flight: whether the engines take new weights in the middle of a step's responses.
-        _num_done: steps completed on all ranks.
-        _num_begun: steps whose generation has begun.
-        _num_resumed: steps whose generation has continued with new weights.
 
     Example:
         ahead = RolloutsAhead(Schedule.of(config, placement), sample, 0, 100, is_in_flight=False)
@@ -49,17 +44,25 @@ class RolloutsAhead:
             ...                             # new weights for the engines
     """
 
-    _schedule: Schedule
-    _sample: Callable[[int], Awaitable[EarlySamples]]
-    _first_step: int
-    _last_step: int
-    is_in_flight: bool = field(kw_only=True)
-    _samples: dict[int, EarlySamples] = field(default_factory=dict)
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    _task: asyncio.Task[None] | None = None
-
-    def __post_init__(self) -> None:
-        self._num_done = self._num_begun = self._num_resumed = self._first_step
+    def __init__(
+        self,
+        schedule: Schedule,
+        sample: Callable[[int], Awaitable[EarlySamples]],
+        first_step: int,
+        last_step: int,
+        *,
+        is_in_flight: bool,
+    ) -> None:
+        self._schedule, self._sample = schedule, sample
+        self._first_step, self._last_step = first_step, last_step
+        self.is_in_flight = is_in_flight
+        self._num_done = first_step  # steps completed on all ranks
+        self._num_begun = first_step  # steps whose generation has begun
+        # Steps whose generation has continued with new weights.
+        self._num_resumed = first_step
+        self._samples: dict[int, EarlySamples] = {}
+        self._changed = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
 
     async def take(self, step: int) -> EarlySamples:
         """Wait for the samples of a step and return them. All earlier steps must be complete on all ranks."""

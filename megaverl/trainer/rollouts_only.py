@@ -7,7 +7,6 @@ store_rollouts     the program, on the coordinator's rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from megaverl.config import Config
@@ -42,20 +41,24 @@ class StorageGroup(WorkerGroup):
         """Store the rollouts of a step in the run folder."""
 
 
-@dataclass
 class StorageWorker:
     """Worker that stores rollouts (`StorageGroup`).
 
-    Attributes:
-        _state: this rank's roles and the metrics of the running step.
-        _store: converts values of the program to batches.
-        _folder: receives the rollouts.
+    Args:
+        state: this rank's roles and the metrics of the running step.
+        store: converts values of the program to batches.
+        folder: receives the rollouts.
     """
 
-    _state: RunState
-    _store: SampleStore
-    _folder: RolloutFolder
-    _console: Console
+    def __init__(
+        self,
+        state: RunState,
+        store: SampleStore,
+        folder: RolloutFolder,
+        console: Console,
+    ) -> None:
+        self._state, self._store = state, store
+        self._folder, self._console = folder, console
 
     def store(self, rollouts: SampleValue, scores: Scores, step: int) -> None:
         """Store the rollouts of a step in the run folder."""

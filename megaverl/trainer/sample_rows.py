@@ -12,7 +12,6 @@ the ranks that work on the same samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -87,26 +86,29 @@ class SampleFacts(msgspec.Struct, frozen=True):
         )
 
 
-@dataclass(eq=False)
 class SampleRows:
     """Rows of a step's samples, or of values computed from them, on one rank.
 
-    Attributes:
-        _parts: row numbers with the rows. Each row is in exactly one part.
+    Args:
+        parts: row numbers with the rows. Each row is in exactly one part.
         value: id of the value as which other ranks sent the rows, or 0 if the rows were computed on this rank.
         facts: facts about all samples, or None for computed values.
         num_bytes: bytes that came from other ranks and have not been counted yet.
-        batch: created from these rows on first use.
+        batch: batch of these rows; None: it is created from them on first use.
     """
 
-    _parts: list[tuple[tuple[int, ...], RaggedBatch]]
-    value: int = 0
-    facts: SampleFacts | None = None
-    num_bytes: int = 0
-    batch: RolloutBatch | None = None
-
-    def __post_init__(self) -> None:
-        self.rows = tuple(sorted(row for rows, _ in self._parts for row in rows))
+    def __init__(
+        self,
+        parts: Sequence[tuple[tuple[int, ...], RaggedBatch]],
+        value: int = 0,
+        facts: SampleFacts | None = None,
+        num_bytes: int = 0,
+        batch: RolloutBatch | None = None,
+    ) -> None:
+        self._parts = list(parts)
+        self.value, self.facts, self.num_bytes = value, facts, num_bytes
+        self.batch = batch
+        self.rows = tuple(sorted(row for rows, _ in parts for row in rows))
 
     def held_rows(self) -> tuple[int, ...]:
         """Return the row numbers in ascending order."""
@@ -147,19 +149,20 @@ class SampleRows:
 SampleValue = RolloutBatch | SampleRows
 
 
-@dataclass
 class SampleStore:
     """Converter between batches, with which workers compute, and values of a program, which move between ranks.
 
-    Attributes:
-        _context: this rank's place in the job. None: roles share all ranks, nothing moves, and values are the batches
+    Args:
+        context: this rank's place in the job. None: roles share all ranks, nothing moves, and values are the batches
             and fields themselves.
-        _selection: decides which rows each rank of this role group works on. None: every rank works on all rows.
+        selection: decides which rows each rank of this role group works on. None: every rank works on all rows.
     """
 
-    _context: JobContext | None = None
-    _selection: RowSelection | None = None
-    _held: dict[int, HeldRows] = field(default_factory=dict)
+    def __init__(
+        self, context: JobContext | None = None, selection: RowSelection | None = None
+    ) -> None:
+        self._context, self._selection = context, selection
+        self._held: dict[int, HeldRows] = {}
 
     def assign(self, value: int, facts: SampleFacts) -> dict[int, list[int]]:
         """Decide which rows of a value each rank of this role group works on. Every rank makes the same decision.

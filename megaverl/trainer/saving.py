@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,23 +55,25 @@ def open_endpoint(run: RunConfig) -> Backend:
     return MetricsEndpoint(run.name, run.metrics_host, run.metrics_port, token)
 
 
-@dataclass
 class Records:
     """Records of a run. One rank keeps them; on all other ranks nothing is written.
 
-    Attributes:
+    Args:
         keeps: whether this rank keeps the records.
+
+    Attributes:
         latest: completed steps of the last record, and all metrics recorded after as many, on the rank that keeps the
             records.
     """
 
-    config: Config
-    run_dir: Path
-    console: Console
-    keeps: bool
-    latest: tuple[int, dict[str, float]] = field(default_factory=lambda: (0, {}))
-    _tracker: Tracker | None = None
-    _alerts: Alerts | None = None
+    def __init__(
+        self, config: Config, run_dir: Path, console: Console, *, keeps: bool
+    ) -> None:
+        self.config, self.run_dir, self.console = config, run_dir, console
+        self.keeps = keeps
+        self.latest: tuple[int, dict[str, float]] = (0, {})
+        self._tracker: Tracker | None = None
+        self._alerts: Alerts | None = None
 
     @contextmanager
     def opened(self, done: int) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from signal import Signals
 from typing import Any, Protocol
@@ -290,7 +289,6 @@ class ServedRun:
         return not is_last and self._schedule.begins_after(step + 1) <= step
 
 
-@dataclass
 class SessionWorker:
     """Worker for the work around the steps of a run, on one rank (`role_groups.SessionGroup`).
 
@@ -300,11 +298,11 @@ class SessionWorker:
         shared: responses that the program copied to every rank.
     """
 
-    _trainer: StepsOfARun
-    _store: SampleStore
-    leaving: Leaving | None = None
-    next_given: StoredRollouts | None = None
-    shared: RolloutBatch | None = None
+    def __init__(self, trainer: StepsOfARun, store: SampleStore) -> None:
+        self._trainer, self._store = trainer, store
+        self.leaving: Leaving | None = None
+        self.next_given: StoredRollouts | None = None
+        self.shared: RolloutBatch | None = None
 
     def begin_step(self, step: int) -> None:
         """Start the meters and records of a step."""
@@ -369,12 +367,11 @@ class SessionWorker:
         return self._store.give(operators.own_rows(responses.batch))
 
 
-@dataclass
 class RecorderWorker:
     """Worker that keeps a step's samples for the run's records (`role_groups.RecorderGroup`)."""
 
-    _state: RunState
-    _store: SampleStore
+    def __init__(self, state: RunState, store: SampleStore) -> None:
+        self._state, self._store = state, store
 
     def take(self, rollouts: SampleValue, scores: Scores) -> None:
         """Keep the samples of a step until it is reported."""

@@ -448,14 +448,19 @@ class RLStep:
         return rewards
 
     def advantages(
-        self, rollouts: RolloutBatch, scores: Scores, **signals: torch.Tensor | None
+        self,
+        rollouts: RolloutBatch,
+        scores: Scores,
+        *,
+        old_log_probs: torch.Tensor | None = None,
+        ref_log_probs: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+        last_values: torch.Tensor | None = None,
+        greedy_rewards: torch.Tensor | None = None,
+        score_norms: torch.Tensor | None = None,
+        implicit_rewards: torch.Tensor | None = None,
     ) -> RolloutBatch:
-        """Compute advantages. Return one batch with all fields that the updates need.
-
-        Args:
-            signals: `old_log_probs`, `ref_log_probs`, `values`, `last_values`, `greedy_rewards`, `score_norms` and
-                `implicit_rewards`, as far as the algorithm uses them.
-        """
+        """Compute advantages. Return one batch with all fields that the updates need."""
         if self.config.algorithm.rollout_filter is not None:
             keep = kept_by(self.config.algorithm.rollout_filter, rollouts, scores)
             rollouts = rollouts.with_(
@@ -466,26 +471,32 @@ class RLStep:
         # checked.
         check_finite("rewards", scores.total[scores.scored])
         rewards = select_samples(rollouts, scores.total)
-        if (greedy := signals.get("greedy_rewards")) is not None:
-            greedy = expand_to_samples(greedy, rollouts)
+        greedy = None
+        if greedy_rewards is not None:
+            greedy = expand_to_samples(greedy_rewards, rollouts)
             # A group without a baseline has no advantage.
             rewards = rewards.where(~greedy.isnan(), torch.nan)
         tensors = {"rewards": rewards}
         if self.config.algorithm.positive_coef:
             tensors["desirable"] = select_samples(rollouts, scores.correct)
-        last_values = signals.get("last_values")
         if last_values is not None and self.config.algorithm.bootstrap_truncated:
             self.metrics["train/last_value_mean"] = float(
                 gather_samples(rollouts, last_values).mean()
             )
-        for name in ("old_log_probs", "ref_log_probs", "values", "last_values"):
-            if (tensor := signals.get(name)) is not None:
-                tensors[name] = tensor
+        optional = {
+            "old_log_probs": old_log_probs,
+            "ref_log_probs": ref_log_probs,
+            "values": values,
+            "last_values": last_values,
+        }
+        tensors |= {
+            name: tensor for name, tensor in optional.items() if tensor is not None
+        }
         weights = self.roles.reward.weights(scores)
         extra = {
             "greedy_rewards": greedy,
-            "score_norms": signals.get("score_norms"),
-            "implicit_rewards": signals.get("implicit_rewards"),
+            "score_norms": score_norms,
+            "implicit_rewards": implicit_rewards,
             "component_rewards": select_samples(
                 rollouts, torch.stack(list(scores.components.values()), dim=1)
             ),
