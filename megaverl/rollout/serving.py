@@ -43,7 +43,8 @@ PROCESS_BYTES = 2 * GIB
 GPU_SHARE = 0.9  # fraction of a GPU's memory, if that much is free
 FREE_SHARE = 0.95  # fraction of a GPU's free memory
 GRACE_SECONDS = 30.0  # from SIGTERM to SIGKILL
-TRACKER_SECONDS = 10.0  # time for multiprocessing's tracker to remove shared memory
+TRACKER_SECONDS = 60.0  # time for multiprocessing's tracker to remove shared memory
+TRACKER_POLL_SECONDS = 0.01
 POLL_SECONDS = 0.2
 # Interval of health checks of a server that answers, which logs each of them.
 HEALTH_SECONDS = 5.0
@@ -369,18 +370,30 @@ def end_group(group: int) -> None:
                 trackers.append(process)
             else:
                 process.kill()
-    psutil.wait_procs(trackers, timeout=TRACKER_SECONDS)
+    deadline = time.monotonic() + TRACKER_SECONDS
+    while any(map(_runs, trackers)) and time.monotonic() < deadline:
+        time.sleep(TRACKER_POLL_SECONDS)
     with suppress(ProcessLookupError):  # those that were started meanwhile
         os.killpg(group, signal.SIGKILL)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process has not exited, which psutil also says of one that nobody has reaped."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _members(group: int) -> list[psutil.Process]:
     """Return the processes of a process group."""
     members = []
-    for process in psutil.process_iter():
-        with suppress(OSError):
-            if os.getpgid(process.pid) == group:
-                members.append(process)
+    # psutil.process_iter() keeps the objects of earlier calls, even if another process
+    # has the number by now. They refuse to kill it.
+    for number in psutil.pids():
+        with suppress(OSError, psutil.NoSuchProcess):
+            if os.getpgid(number) == group:
+                members.append(psutil.Process(number))
     return members
 
 

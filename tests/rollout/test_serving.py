@@ -100,6 +100,25 @@ def test_a_signal_ends_server_and_engine(tmp_path: Path) -> None:
     wait_until_engine_ends(tmp_path / "new" / "log")
 
 
+def test_an_engine_ends_whose_number_another_process_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of processes start again after 32,768 of them."""
+    end_group = serving.end_group
+
+    def end_after_reuse(group: int) -> None:
+        number = int((tmp_path / "log").read_text().split()[1])
+        before = psutil.Process(number)
+        before._ident = (number, 1.0)
+        list(psutil.process_iter())
+        monkeypatch.setitem(psutil._pmap, number, before)
+        end_group(group)
+
+    monkeypatch.setattr(serving, "end_group", end_after_reuse)
+    assert run(tmp_path / "log", 200, [], on_ready="signal") == 0
+    wait_until_engine_ends(tmp_path / "log")
+
+
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
