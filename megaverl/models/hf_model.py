@@ -44,7 +44,7 @@ from megaverl.models.vision import (
 )
 from megaverl.models.vocab_parallel import capped
 from megaverl.platform import flash_attention, platform
-from megaverl.platform.mamba_steps import leave_steps
+from megaverl.platform.hf_mamba import correct_mamba
 from megaverl.sharding.model_config import instead_of
 from megaverl.sharding.tracing import weights_of_module
 from megaverl.user_code import describe, user_code
@@ -336,7 +336,7 @@ def _from_config(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         )
-    leave_steps(model)
+    correct_mamba(model)
     return model
 
 

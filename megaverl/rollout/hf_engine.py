@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megaverl.errors import RolloutError
 from megaverl.platform import flash_attention, platform
 from megaverl.platform.float32_linear import compute_in_float32
-from megaverl.platform.mamba_steps import leave_steps
+from megaverl.platform.hf_mamba import correct_mamba
 from megaverl.rollout.engine import (
     Engine,
     Generation,
@@ -86,7 +86,7 @@ class HFEngine(Engine):
             flash_attention.use_in(
                 model.to(platform.device).eval().requires_grad_(False)
             )
-            leave_steps(model)
+            correct_mamba(model)
             if fp32_lm_head and dtype != torch.float32:
                 compute_in_float32(model, RolloutError)
             return model
@@ -131,7 +131,7 @@ class HFEngine(Engine):
         *,
         images: Images | None = None,
     ) -> list[Generation]:
-        """Generate one response per prompt, in left-padded batches."""
+        """Generate one response per prompt, in batches padded on the left."""
         if images is not None:
             raise RolloutError(
                 "rollout.engine=hf supports only text, and the prompts have images. Use vllm."
@@ -163,15 +163,41 @@ class HFEngine(Engine):
             step = self.in_flight.choose(
                 (self.in_flight.budget or 0) // self._bytes_per_token, longest
             )
-        generations: list[Generation] = []
+        generations: dict[int, Generation] = {}
         # Waves of as many prompts as the budget holds. Each row has its own seed, so
         # waves change nothing but rounding.
-        for start in range(0, len(prompts), step):
-            wave = slice(start, start + step)
-            generations += self._wave(
-                prompts[wave], per_prompt[wave], seeds[wave], start
+        for numbers in self._waves(prompts, step):
+            made = self._wave(
+                [prompts[number] for number in numbers],
+                [per_prompt[number] for number in numbers],
+                [seeds[number] for number in numbers],
+                numbers,
             )
-        return generations
+            generations.update(zip(numbers, made, strict=True))
+        return [generations[number] for number in range(len(prompts))]
+
+    def _waves(self, prompts: Prompts, most: int) -> Iterator[Sequence[int]]:
+        """Yield numbers of prompts that are generated together, at most `most` of them."""
+        groups: dict[int, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            groups.setdefault(len(prompt) if self._counts_padding else 0, []).append(
+                number
+            )
+        for numbers in groups.values():
+            for start in range(0, len(numbers), most):
+                yield numbers[start : start + most]
+
+    @property
+    def _counts_padding(self) -> bool:
+        """Whether attention depends on a token's place in its row, so that rows need prompts of equal length.
+
+        Llama 4 scales queries and cuts chunks by that place (transformers 5.19).
+        """
+        config = self.model.config.get_text_config()
+        return bool(
+            getattr(config, "attn_temperature_tuning", False)
+            or getattr(config, "attention_chunk_size", None)
+        )
 
     @torch.no_grad()
     def score_prompts(self, prompts: Prompts) -> list[PromptScore]:
@@ -222,12 +248,12 @@ class HFEngine(Engine):
         prompts: Sequence[Sequence[int]],
         per_prompt: Sequence[SamplingOptions],
         seeds: Sequence[int],
-        first: int,
+        numbers: Sequence[int],
     ) -> list[Generation]:
         """Generate responses to one batch of prompts.
 
         Args:
-            first: index of the first prompt in the request.
+            numbers: number of each prompt in the request.
         """
         stop_tokens = [
             set(options.stop_tokens(self._stop_token_ids)) for options in per_prompt
@@ -278,7 +304,7 @@ class HFEngine(Engine):
                     continue
                 running.remove(row)
                 if self.on_finished is not None:
-                    self.on_finished(first + row, generations[row])
+                    self.on_finished(numbers[row], generations[row])
             if not running:
                 break
         check_generations(generations, len(prompts))

@@ -13,7 +13,11 @@ from megaverl.models.architectures import weights_of
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Engine, InFlight, SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine, draw, sampled_distribution
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import (
+    ARCHITECTURES,
+    ModelSpec,
+    why_not_in_transformers,
+)
 from megaverl.sharding.weight import shapes_of
 from tests.launcher import Launcher
 
@@ -55,6 +59,28 @@ def test_log_probs_are_of_the_drawn_tokens(engine: HFEngine) -> None:
         torch.testing.assert_close(
             torch.tensor(found.log_probs), expected, atol=1e-5, rtol=0
         )
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [a for a in ARCHITECTURES if not why_not_in_transformers(a)],
+)
+def test_responses_of_ragged_prompts_have_the_probability_of_each_alone(
+    architecture: str, tmp_path: Path
+) -> None:
+    """Neither padding nor what is kept from token to token changes a row."""
+    folder = make_tiny_folder(tmp_path / "model", architecture, initializer_range=0.1)
+    engine = HFEngine(folder, dtype=torch.float32, max_model_len=64)
+    found = engine.generate(PROMPTS, SamplingOptions(6, 1.0), SEEDS)
+    joined = [
+        prompt + response.token_ids
+        for prompt, response in zip(PROMPTS, found, strict=True)
+    ]
+    for prompt, response, score in zip(
+        PROMPTS, found, engine.score_prompts(joined), strict=True
+    ):
+        expected = score.log_probs[len(prompt) - 1 :]
+        assert response.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 def test_scores_of_prompts(engine: HFEngine) -> None:
