@@ -451,9 +451,11 @@ def _against_model(
             f"found {misfit.size}, which {misfit.reason}",
             involves=("model.path",),
         )
-    if why := why_rows_not_cut(spec, grid.cp):
+    if why := why_rows_not_cut(spec, cp=grid.cp, tp=grid.tp):
         yield ConfigIssue(
-            f"{role}.cp", f"found {grid.cp}, and {why}.", involves=("model.path",)
+            f"{role}.cp",
+            f"found {grid.cp}, and {why}.",
+            involves=("model.path", f"{role}.tp"),
         )
     stages = grid.pp * (grid.vpp or 1)
     if spec.num_layers % stages and not any(

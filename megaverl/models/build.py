@@ -736,13 +736,16 @@ def attends_with_engine(config: TransformerConfig) -> bool:
     return uses_transformer_engine() and not needs_our_attention(config)
 
 
-def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
+def packer(
+    config: TransformerConfig, part: Part = WHOLE, *, with_states: bool = False
+) -> Pack:
     """Return the function that packs samples into rows for the model's attention.
 
     Call it only if `why_padded` returns "".
 
     Args:
         part: context-parallel rank that reads the rows.
+        with_states: layers carry a state along whole rows.
     """
     engine = attends_with_engine(config)
     # FlashAttention 2 supports no values with another head size than the keys.
@@ -759,9 +762,10 @@ def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
     chunks: dict[str, int] = {} if chunk is None else {"chunk": chunk}
     if part.size == 1:
         return _bind(pack_varlen if varlen else pack, **chunks)
+    cut = {"part": part} | ({"with_whole": True} if with_states else {})
     if engine:
-        return _bind(pack_for_engine, part=part)
-    return _bind(pack_part_varlen if varlen else pack_part, part=part, **chunks)
+        return _bind(pack_for_engine, **cut)
+    return _bind(pack_part_varlen if varlen else pack_part, **cut, **chunks)
 
 
 @cache

@@ -46,17 +46,27 @@ class CausalConvolution(nn.Module):
                 parameter, is_parallel=True, dim=0, stride=1
             )
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        channels: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Convolve [b, s, channels]. The result has the same shape and dtype.
 
         Args:
             positions: [s] int64: position of each token in its sequence. None: each row is one sequence.
+            channels: [n] int64: numbers of the channels of `x` [b, s, n]. None: all of them.
         """
-        wide, taps = widened(x), widened(self.weight[:, 0])
+        weight, bias = self.weight[:, 0], self.bias
+        if channels is not None:
+            weight = weight[channels]
+            bias = None if bias is None else bias[channels]
+        wide, taps = widened(x), widened(weight)
         last = taps.shape[1] - 1
         total = wide * taps[:, last]
-        if self.bias is not None:
-            total = total + widened(self.bias)
+        if bias is not None:
+            total = total + widened(bias)
         # Views of one padded copy: x[t - back] of every token.
         padded = F.pad(wide, (0, 0, last, 0))
         for back in range(1, taps.shape[1]):

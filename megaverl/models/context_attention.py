@@ -31,12 +31,16 @@ from megaverl.models.attention import CausalAttention, attend_packed, attend_row
 from megaverl.models.packing import (
     DensePacking,
     Packing,
+    RowOrder,
     Segment,
     VarlenPacking,
+    WholeRow,
     Window,
     laid_out,
     own_keys,
+    pack,
     pack_segments,
+    pack_varlen,
     padded,
     places_of_sequences,
 )
@@ -61,6 +65,11 @@ def own_places(length: int, part: Part) -> torch.Tensor:
         length: length of the row, divisible by 2 cp.
     """
     return torch.cat([torch.arange(begin, end) for begin, end in _halves(length, part)])
+
+
+def places_by_rank(length: int, size: int) -> list[torch.Tensor]:
+    """Return `own_places` of every rank."""
+    return [own_places(length, Part(rank, size)) for rank in range(size)]
 
 
 def _halves(length: int, part: Part) -> list[tuple[int, int]]:
@@ -233,14 +242,19 @@ def pack_part(
     width: int,
     multiple_of: int,
     part: Part,
+    with_whole: bool = False,
 ) -> CutPacking:
     """Pack sequences like `pack`, and return the part of a context-parallel rank.
 
     Args:
         multiple_of: divisible by 2 cp.
         part: the rank.
+        with_whole: set `Packing.whole`, which layers with a state need.
     """
     tensors, chunks = _cut(lengths, tree, width, multiple_of, part)
+    whole = None
+    if with_whole:
+        whole = _whole(pack(lengths, tree, width=width, multiple_of=multiple_of), part)
     longest = int(tensors["positions"].max()) + 1
     halves = []
     bounds = _halves(len(tensors["source"]), part)
@@ -268,7 +282,14 @@ def pack_part(
         max_seqlen_kv=longest,
         **tensors,
         halves=tuple(halves),
+        whole=whole,
     )
+
+
+def _whole(row: Packing, part: Part) -> WholeRow:
+    """Return a row that is cut regardless of where its sequences begin."""
+    places = places_by_rank(len(row.source), part.size)
+    return WholeRow(row, RowOrder.from_ranks(places))
 
 
 def pack_part_varlen(
@@ -279,14 +300,20 @@ def pack_part_varlen(
     multiple_of: int,
     part: Part,
     chunk: int | None = None,
+    with_whole: bool = False,
 ) -> VarlenPacking:
     """Pack sequences like `pack_part`, for kernels that take sequences of any lengths.
 
     Args:
         chunk: tokens of a chunk, if some layers attend within chunks.
+        with_whole: set `Packing.whole`, which layers with a state need.
     """
     tensors, (first, second) = _cut(lengths, tree, width, multiple_of, part)
-    return pack_segments(tensors, first + second, chunk)
+    whole = None
+    if with_whole:
+        row = pack_varlen(lengths, tree, width=width, multiple_of=multiple_of)
+        whole = _whole(row, part)
+    return pack_segments(tensors, first + second, chunk, whole)
 
 
 def _cut(
@@ -310,6 +337,7 @@ def pack_for_engine(
     width: int,
     multiple_of: int,
     part: Part,
+    with_whole: bool = False,
 ) -> VarlenPacking:
     """Pack sequences for Transformer Engine's context parallelism.
 
@@ -318,6 +346,7 @@ def pack_for_engine(
 
     Args:
         tree: tree in which no sequences share tokens (`TrainingModel.sequence_multiple`).
+        with_whole: set `Packing.whole`, which layers with a state need.
     """
     assert not any(tree.shared), "sequences that are cut by themselves share nothing"
     multiple = 2 * part.size
@@ -337,7 +366,7 @@ def pack_for_engine(
         source[begin : begin + length] = number * width + torch.arange(length)
         places.append(torch.arange(begin, begin + length))
     cumulative = _cumulative(filled)
-    return VarlenPacking(
+    row = VarlenPacking(
         qkv_format="sbhd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
@@ -345,14 +374,24 @@ def pack_for_engine(
         max_seqlen_kv=max(filled),
         source=source,
         # Positions count within each sequence, including its padding.
-        positions=torch.cat([own_places(length, part) for length in filled]),
+        positions=torch.cat([torch.arange(length) for length in filled]),
         places=places_of_sequences(places, width),
-        local_places=torch.cat(
+    )
+    by_rank = [
+        torch.cat(
             [
-                begin + own_places(length, part)
+                begin + own_places(length, Part(rank, part.size))
                 for begin, length in zip(begins, filled, strict=True)
             ]
-        ),
+        )
+        for rank in range(part.size)
+    ]
+    own = by_rank[part.rank]
+    return replace(
+        row,
+        positions=row.positions[own],
+        local_places=own,
+        whole=WholeRow(row, RowOrder.from_ranks(by_rank)) if with_whole else None,
     )
 
 

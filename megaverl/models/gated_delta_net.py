@@ -9,7 +9,8 @@ S [key_head_dim, value_head_dim] starts at zero and follows
     S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T,    output_t = S_t^T q_t
 
 q, k and v pass a causal convolution of a few taps first. Convolution and state restart
-at the first token of every sample, in packed rows as well.
+at the first token of every sample, in packed rows as well. With context parallelism a
+rank computes both for some of its heads, over whole rows (`context_heads.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megaverl.models.causal_convolution import CausalConvolution
+from megaverl.models.context_heads import HeadExchange
 from megaverl.models.layers import RMSNorm, sum_gradients
 from megaverl.models.packing import DensePacking, Packing, VarlenPacking
 from megaverl.platform import platform
@@ -81,9 +83,16 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         convolved = 2 * net.key_width + net.value_width
         self.in_proj_qkvz = self._in_proj(convolved + net.value_width)
         self.in_proj_ba = self._in_proj(2 * net.num_value_heads)
+        num_channels = convolved // tp_size
         self.conv1d = CausalConvolution(
-            convolved // tp_size, net.conv_width, config.params_dtype, bias=False
+            num_channels, net.conv_width, config.params_dtype, bias=False
         )
+        self.exchange = HeadExchange(pg_collection.cp)
+        # Channels of the heads that this context-parallel rank computes.
+        channels = None
+        if self.exchange.size > 1:
+            channels = self.exchange.of_own_heads(torch.arange(num_channels))
+        self.register_buffer("channels", channels, persistent=False)
         num_heads = net.num_value_heads // tp_size
         self.dt_bias = nn.Parameter(torch.ones(num_heads, dtype=config.params_dtype))
         # A random rate of decay between 0 and 16 for each head, as in transformers.
@@ -139,36 +148,51 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
             )
         else:
             hidden = sum_gradients(hidden_states, self.tp_group)
-        # [s, b, rows] -> [b, s, key heads, rows of a key head]
+        # [s, b, rows] -> [s, b, key heads, rows of a key head]
         qkvz, ba = (
-            projection(hidden)[0]
-            .transpose(0, 1)
-            .unflatten(-1, (self.num_key_heads, -1))
+            projection(hidden)[0].unflatten(-1, (self.num_key_heads, -1))
             for projection in (self.in_proj_qkvz, self.in_proj_ba)
         )
         net = self.net
         values = self.num_shares * net.value_head_dim
         qkv, z = qkvz.split([2 * net.key_head_dim + values, values], dim=-1)
-        positions = None if packed_seq_params is None else packed_seq_params.positions
-        convolved = self.conv1d(qkv.flatten(2), positions)
+        outputs = self._compute_heads(qkv, ba, packed_seq_params)
+        # Every rank normalizes its own heads by the same weight.
+        weight = sum_gradients(self.norm.weight, self.tp_group)
+        z = z.flatten(2).unflatten(-1, (-1, net.value_head_dim))
+        normed = self.norm(outputs, z, weight)
+        result: torch.Tensor = self.out_proj(normed.flatten(2))[0]
+        return result, None
+
+    def _compute_heads(
+        self, qkv: torch.Tensor, ba: torch.Tensor, packing: Packing | None
+    ) -> torch.Tensor:
+        """Apply convolution and delta rule to [s, b, key heads, ...]. Returns [s, b, value heads, d of the values].
+
+        With context parallelism s is a rank's part of the row, before and afterwards.
+        """
+        net = self.net
+        row = self.exchange.whole_row(packing)
+        # [b, s, key heads, rows of a key head], of the whole row and of own heads.
+        qkv, ba = (
+            part.transpose(0, 1) for part in self.exchange.to_heads((qkv, ba), packing)
+        )
+        positions = None if row is None else row.positions
+        convolved = self.conv1d(qkv.flatten(2), positions, self.channels)
         query, key, value = convolved.unflatten(-1, qkv.shape[-2:]).split(
-            [net.key_head_dim, net.key_head_dim, values], dim=-1
+            [net.key_head_dim, net.key_head_dim, self.num_shares * net.value_head_dim],
+            dim=-1,
         )
         # [b, s, value heads, ...]: value heads that share a key head are neighbours.
-        value, z = (
-            x.flatten(2).unflatten(-1, (-1, net.value_head_dim)) for x in (value, z)
-        )
+        value = value.flatten(2).unflatten(-1, (-1, net.value_head_dim))
         query, key = (x.repeat_interleave(self.num_shares, dim=2) for x in (query, key))
         b, a = (x.flatten(2) for x in ba.chunk(2, dim=-1))
         # In float32: exp(A_log) and the sum have too few digits in 16 bits.
-        decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        inputs = query, key, value, decay, b.sigmoid()
-        outputs = delta_rule(inputs, packed_seq_params)
-        # Every rank normalizes its own heads by the same weight.
-        weight = sum_gradients(self.norm.weight, self.tp_group)
-        normed = self.norm(outputs, z, weight)
-        result: torch.Tensor = self.out_proj(normed.flatten(2).transpose(0, 1))[0]
-        return result, None
+        rate = self.exchange.of_own_heads(self.A_log).float().exp()
+        step = a.float() + self.exchange.of_own_heads(self.dt_bias)
+        inputs = query, key, value, -rate * F.softplus(step), b.sigmoid()
+        outputs = delta_rule(inputs, row).transpose(0, 1)
+        return self.exchange.to_tokens(outputs, packing)
 
     def sharded_state_dict(
         self,

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megaverl.models.causal_convolution import CausalConvolution
+from megaverl.models.context_heads import HeadExchange
 from megaverl.models.layers import RMSNorm, sum_gradients, sum_values, widened
 from megaverl.models.packing import Packing
 from megaverl.platform import platform
@@ -63,6 +64,9 @@ class Mamba2Mixer(nn.Module):
     If there are fewer groups than ranks, the ranks that share a group divide its rows of
     B and C as well. They gather B and C behind the convolution, and sum the squares of
     the group's norm.
+
+    Context-parallel ranks divide the heads of a tensor-parallel rank once more, but only
+    for the convolution and the scan of whole rows (`context_heads.py`).
 
     Args:
         mamba: sizes of the whole layer, over all ranks.
@@ -107,6 +111,8 @@ class Mamba2Mixer(nn.Module):
         self.conv1d = CausalConvolution(
             self.conv_rows, mamba.conv_size, dtype, bias=mamba.conv_bias
         )
+        self.exchange = HeadExchange(pg_collection.cp)
+        self.register_buffer("channels", self._own_channels(), persistent=False)
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
         self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
         self.D = nn.Parameter(torch.ones(self.num_heads, dtype=dtype))
@@ -135,6 +141,20 @@ class Mamba2Mixer(nn.Module):
             )
         if config.perform_initialization:
             self._initialize()
+
+    def _own_channels(self) -> torch.Tensor | None:
+        """Return the convolution's channels of the heads that this context-parallel rank computes. None: all."""
+        if self.exchange.size == 1:
+            return None
+        x, b, c = torch.arange(self.conv_rows).split(
+            [self.inner_size, self.group_rows, self.group_rows]
+        )
+        b, c = (
+            self.exchange.repeat_groups(rows.view(self.num_groups, -1))
+            for rows in (b, c)
+        )
+        own = (self.exchange.of_own_heads(rows).flatten() for rows in (x, b, c))
+        return torch.cat([*own])
 
     def _add_part_scales(self, dtype: torch.dtype) -> None:
         """Add the factor of each row of the input projection, [rows / tp], or None if all are 1.
@@ -189,11 +209,7 @@ class Mamba2Mixer(nn.Module):
         gate, channels, steps = projected.split(
             [self.inner_size, self.conv_rows, self.num_heads], dim=-1
         )
-        positions = None if packed_seq_params is None else packed_seq_params.positions
-        # [b, s, ...], as mamba-ssm reads them.
-        mixed = self.conv1d(channels.transpose(0, 1), positions)
-        steps = steps.transpose(0, 1)
-        scanned = self._scan(mixed, steps, positions)
+        scanned = self._compute_heads(channels, steps, packed_seq_params)
         if self.norm is None:
             out = gated(scanned, gate).to(gate.dtype)
         elif self.num_sharing == 1:
@@ -228,27 +244,69 @@ class Mamba2Mixer(nn.Module):
         own = rows.unflatten(-1, (self.mamba.num_groups, -1))[..., self.shared_group, :]
         return own[0], own[1]
 
+    def _compute_heads(
+        self, channels: torch.Tensor, steps: torch.Tensor, packing: Packing | None
+    ) -> torch.Tensor:
+        """Apply convolution and scan to [s, b, channels]. Returns [s, b, inner / tp], at least float32.
+
+        With context parallelism s is a rank's part of the row, before and afterwards.
+
+        Args:
+            steps: [s, b, heads], time steps before their bias.
+        """
+        row = self.exchange.whole_row(packing)
+        positions = None if row is None else row.positions
+        if self.exchange.size > 1:
+            channels, steps = self._exchange_for_heads(channels, steps, packing)
+        # [b, s, ...], as mamba-ssm reads them.
+        mixed = self.conv1d(channels.transpose(0, 1), positions, self.channels)
+        y = self._scan(mixed, steps.transpose(0, 1), positions).transpose(0, 1)
+        if self.exchange.size > 1:
+            # In 16 bits if the layer's inputs have as many.
+            y = self.exchange.to_tokens(y.to(channels.dtype), packing)
+        return widened(y).flatten(2)
+
+    def _exchange_for_heads(
+        self, channels: torch.Tensor, steps: torch.Tensor, packing: Packing | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return channels and time steps of the whole row, [s, b, ...], for this context-parallel rank's heads."""
+        x, b, c = channels.split(
+            [self.inner_size, self.group_rows, self.group_rows], dim=-1
+        )
+        x = x.unflatten(-1, (self.num_heads, -1))
+        b, c = (
+            self.exchange.repeat_groups(y.unflatten(-1, (self.num_groups, -1)))
+            for y in (b, c)
+        )
+        parts = self.exchange.to_heads((x, b, c, steps.unsqueeze(-1)), packing)
+        x, b, c, steps = (part.flatten(2) for part in parts)
+        return torch.cat([x, b, c], dim=-1), steps
+
     def _scan(
         self, mixed: torch.Tensor, steps: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the state space model over [b, s, channels]. Returns [s, b, inner / tp], at least float32."""
-        x, b, c = mixed.split(
-            [self.inner_size, self.group_rows, self.group_rows], dim=-1
-        )
+        """Run the state space model over [b, s, channels]. Returns [b, s, heads, head_dim], at least float32."""
+        # A context-parallel rank has some of the heads, and their groups.
+        num_heads = steps.shape[-1]
+        inner_size = num_heads * self.mamba.head_dim
+        group_rows = (mixed.shape[-1] - inner_size) // 2
+        x, b, c = mixed.split([inner_size, group_rows, group_rows], dim=-1)
         if self.num_sharing > 1:
             b, c = self._gather_group(b, c)
-        x = x.unflatten(-1, (self.num_heads, self.mamba.head_dim))
-        b, c = (
-            y.unflatten(-1, (self.num_groups, self.mamba.state_size)) for y in (b, c)
+        x = x.unflatten(-1, (num_heads, self.mamba.head_dim))
+        b, c = (y.unflatten(-1, (-1, self.mamba.state_size)) for y in (b, c))
+        decay_logs, biases, factors = (
+            self.exchange.of_own_heads(values)
+            for values in (self.A_log, self.dt_bias, self.D)
         )
-        decay = -torch.exp(widened(self.A_log))
+        decay = -torch.exp(widened(decay_logs))
         # Sample of each token of a packed row, [s].
         sample = None if positions is None else (positions == 0).cumsum(0)
         inputs = (x, steps, decay, b, c)
         size = self.mamba.chunk_size
         fused = fused_scan(x.device.type)
         if fused is None:
-            dt = F.softplus(widened(steps) + widened(self.dt_bias))
+            dt = F.softplus(widened(steps) + widened(biases))
             # The backward pass runs the scan again: within chunks it has `size` weights
             # for each token and head.
             y = checkpoint(
@@ -263,17 +321,17 @@ class Mamba2Mixer(nn.Module):
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            y = y + widened(x) * widened(self.D)[:, None]
+            y = y + widened(x) * widened(factors)[:, None]
         else:
             y = fused(
                 *(value.contiguous() for value in inputs),
                 size,
-                D=widened(self.D),
-                dt_bias=widened(self.dt_bias),
+                D=widened(factors),
+                dt_bias=widened(biases),
                 dt_softplus=True,
                 seq_idx=None if sample is None else sample.to(torch.int32)[None],
             )
-        return widened(y).flatten(2).transpose(0, 1)
+        return widened(y)
 
     def sharded_state_dict(
         self,

@@ -45,6 +45,45 @@ class Window(NamedTuple):
         return positions - (self.size - 1)
 
 
+class RowOrder(NamedTuple):
+    """Order of a row's tokens, and their order on context-parallel ranks laid end to end.
+
+    Attributes:
+        by_rank: [t] int64: place in the row of each token, rank by rank.
+        of_tokens: [t] int64: the inverse: where each of the row's tokens is among those of all ranks.
+    """
+
+    by_rank: torch.Tensor
+    of_tokens: torch.Tensor
+
+    @classmethod
+    def from_ranks(cls, places: Sequence[torch.Tensor]) -> RowOrder:
+        """Return the order from the places of each rank's tokens."""
+        by_rank = torch.cat([*places])
+        return cls(by_rank, by_rank.argsort())
+
+    def to(self, device: torch.device) -> RowOrder:
+        """Return a copy on another device."""
+        return RowOrder(*(to_device(places, device) for places in self))
+
+
+@dataclass(frozen=True)
+class WholeRow:
+    """The row of which a context-parallel rank has a part, for layers that carry a state along it.
+
+    Attributes:
+        packing: layout of the whole row.
+        order: order of the ranks' tokens in it.
+    """
+
+    packing: Packing
+    order: RowOrder
+
+    def to(self, device: torch.device) -> WholeRow:
+        """Return a copy on another device."""
+        return WholeRow(self.packing.to(device), self.order.to(device))
+
+
 @dataclass
 class Packing(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no complete types
     """Layout of several sequences in one row of `t` tokens.
@@ -67,18 +106,21 @@ class Packing(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no co
             `local_places`.
         places: [b, s] int64: place in the row of each token of the padded sequences; 0 for padding.
         local_places: [t / cp] int64: places of the tokens of this context-parallel rank. None: all.
+        whole: the row that these are a part of. None: this is the row, or no layer carries a state.
     """
 
     source: torch.Tensor = None  # type: ignore[assignment]  # the base class has defaults
     positions: torch.Tensor = None  # type: ignore[assignment]
     places: torch.Tensor = None  # type: ignore[assignment]
     local_places: torch.Tensor | None = None
+    whole: WholeRow | None = None
 
     def to(self, device: torch.device) -> Self:
         """Return a copy on another device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(
             self,
+            whole=None if self.whole is None else self.whole.to(device),
             **{
                 name: to_device(x, device)
                 for name, x in values.items()
@@ -282,6 +324,7 @@ def pack(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         **tensors,
+        whole=None,
         wholes=all_wholes,
         later_queries=queries,
         later_keys=keys,
@@ -327,6 +370,7 @@ def pack_segments(
     tensors: dict[str, torch.Tensor],
     segments: Sequence[Segment],
     chunk: int | None = None,
+    whole: WholeRow | None = None,
 ) -> VarlenPacking:
     """Return the packing of these segments, whose queries lie in this order."""
     chunked = None
@@ -345,6 +389,7 @@ def pack_segments(
         max_seqlen_q=int(queries.max()),
         max_seqlen_kv=int(keys.max()),
         **tensors,
+        whole=whole,
         keys=torch.cat([segment.keys for segment in segments]) if repeats else None,
         chunked=chunked,
     )

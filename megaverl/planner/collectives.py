@@ -6,11 +6,12 @@ bytes over n ranks receives 2 (n - 1) / n B.
 
     tp   two all-reduces of the hidden states in each layer and direction; under sequence parallelism as many bytes in
          all-gathers and reduce-scatters, and in the backward pass the inputs of column-parallel layers once more
-    cp   keys and values of the other ranks, and in the backward pass their gradients
+    cp   keys and values of the other ranks, and in the backward pass their gradients; layers with a state exchange
+         tokens for heads and back, in both directions
     ep   tokens to their experts and back, in both directions
     pp   the hidden states of a micro-batch from the stage before, or their gradients from the stage after; gradients
          of tied embeddings
-    dp   gradients (reduce-scatter) and weights (all-gather) of each update
+    dp   gradients (reduce-scatter) and weights (all-gather) of each update, over dp and cp together
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from megaverl.config.megatron_defaults import ddp_defaults
+from megaverl.planner.costs import attention_share, exchanged_numbers, state_share
 from megaverl.planner.job import Role
 from megaverl.planner.operators import (
     StepLoad,
@@ -76,9 +78,12 @@ def _bytes_of_operator(
         "ep": _expert(load, role, hidden, updates=updates),
         # The first stage receives gradients alone.
         "pp": hidden / _sequence_shards(role) if grid.pp > 1 and updates else 0.0,
+        "dp": 0.0,
     }
     if updates:
-        counts["dp"] = times * _data(load, role)
+        # Gradients are reduced over dp and cp together, a group that is counted as cp if
+        # there is one replica.
+        counts["dp" if grid.dp > 1 else "cp"] += times * _data(load, role)
         counts["pp"] += times * _tied(load, role)
     return counts
 
@@ -123,11 +128,30 @@ def _tensor(
 
 
 def _context(load: StepLoad, role: Role, tokens: float, *, updates: bool) -> float:
-    """Return the bytes of keys and values from the other context-parallel ranks, and of their gradients."""
-    cp, spec = role.grid.cp, role.spec
-    width = 2 * max(spec.num_kv_heads / role.grid.tp, 1) * spec.head_dim
-    received = (cp - 1) * load.actor.itemsize * tokens * width * sum(role.layers(0))
-    return received * (2 if updates else 1)
+    """Return the bytes that layers receive from the other context-parallel ranks.
+
+    Attention receives keys and values, and their gradients. Layers with a state receive
+    tokens in exchange for heads, and back.
+
+    Args:
+        tokens: tokens of this rank.
+    """
+    spec, grid = role.spec, role.grid
+    if grid.cp == 1:
+        return 0.0
+    num_layers = sum(role.layers(0))
+    recompute = Recompute.read(role.recompute)
+    is_full = recompute.granularity == "full"
+    # A pass of the update that is repeated receives once more.
+    layer_passes = (2 + is_full) if updates else 1
+    has_core_twice = is_full or "core_attn" in recompute.modules
+    core_passes = (2 + has_core_twice) if updates else 1
+    width = 2 * max(spec.num_kv_heads / grid.tp, 1) * spec.head_dim
+    received = attention_share(spec) * core_passes * (grid.cp - 1) * width
+    if spec.is_recurrent:
+        exchanged = sum(exchanged_numbers(spec, grid)) * (grid.cp - 1) / grid.cp
+        received += state_share(spec) * layer_passes * exchanged
+    return load.actor.itemsize * num_layers * tokens * received
 
 
 def _expert(load: StepLoad, role: Role, hidden: float, *, updates: bool) -> float:

@@ -285,7 +285,9 @@ class ModelCosts:
             + FLASH_BACKWARD * attention
             + backward_factor * (elementwise + launches)
         )
-        nbytes = self._context_bytes(tokens, grid)
+        wait += self._exchange(tokens, grid)
+        # Of the average layer, as for the pairs.
+        nbytes = self._context_bytes(tokens, grid) * attention_share(spec)
         ring = self.links.gather(nbytes, grid.cp, tp)
         # On a CPU, keys and values are gathered first, and attention then runs in two
         # parts.
@@ -487,6 +489,16 @@ class ModelCosts:
         wait += 2 * self.links.gather(size * arriving * spec.hidden_size, etp)
         return products, moved, wait
 
+    def _exchange(self, tokens: float, grid: GridShape) -> float:
+        """Return the seconds in which layers with a state exchange tokens for heads and back, in the average layer."""
+        if grid.cp == 1 or not self.spec.is_recurrent:
+            return 0.0
+        seconds = sum(
+            self.links.all_to_all(self.itemsize * tokens * numbers, grid.cp, grid.tp)
+            for numbers in exchanged_numbers(self.spec, grid)
+        )
+        return state_share(self.spec) * seconds
+
     def _context_bytes(self, tokens: float, grid: GridShape) -> float:
         """Return the bytes of keys and values of all context-parallel ranks."""
         width = 2 * max(self.spec.num_kv_heads / grid.tp, 1) * self.spec.head_dim
@@ -502,6 +514,30 @@ def layers_of(spec: ModelSpec) -> dict[bool, int]:
 def attention_share(spec: ModelSpec) -> float:
     """Return the fraction of layers that have attention. The others are gated delta nets."""
     return spec.count_layers("attention") / spec.num_layers
+
+
+def state_share(spec: ModelSpec) -> float:
+    """Return the fraction of layers that carry a state along a row: gated delta nets or Mamba-2 layers."""
+    if spec.delta_net is not None:
+        return sum(spec.delta_net.layers) / spec.num_layers
+    return spec.count_layers("mamba") / spec.num_layers
+
+
+def exchanged_numbers(spec: ModelSpec, grid: GridShape) -> tuple[float, float]:
+    """Return how many numbers per token a layer with a state sends in exchange for heads, and how many back.
+
+    Counted are those of one tensor-parallel rank (`models/context_heads.py`).
+    """
+    if (net := spec.delta_net) is not None:
+        inputs = 2 * net.key_width + net.value_width + 2 * net.num_value_heads
+        return inputs / grid.tp, net.value_width / grid.tp
+    mamba = spec.mamba
+    assert mamba is not None
+    groups = max(1, mamba.num_groups // grid.tp)
+    # B and C of a group go to every rank that computes some of its heads.
+    of_groups = 2 * mamba.group_rows * max(1, grid.cp // groups)
+    inputs = mamba.inner_size + of_groups + mamba.num_heads
+    return inputs / grid.tp, mamba.inner_size / grid.tp
 
 
 def delta_net_shapes(

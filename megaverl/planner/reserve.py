@@ -269,8 +269,11 @@ def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
         )
         context = group_of(role, rank, DIMS, ("cp",))
         place = context.index(rank)
+        # Layers with a state send to all ranks of the group, attention to its neighbours.
         by_group.setdefault(context, set()).update(
-            context[(place + step) % len(context)] for step in (-1, 1)
+            context
+            if role.spec.is_recurrent
+            else (context[(place + step) % len(context)] for step in (-1, 1))
         )
         if role.spec.moe is not None:
             experts = group_of(role, rank, EXPERT_DIMS, ("ep",))

@@ -1197,18 +1197,35 @@ def shares_kv_heads(spec: ModelSpec, tp: int) -> bool:
     return spec.mla is None and spec.num_kv_heads < tp
 
 
-def why_rows_not_cut(spec: ModelSpec, cp: int) -> str:
-    """Return why context parallelism cannot split this model's rows, or "" if it can."""
+def why_rows_not_cut(spec: ModelSpec, *, cp: int, tp: int) -> str:
+    """Return why context parallelism cannot split this model's rows, or "" if it can.
+
+    Layers with a state divide the heads of each of `tp` ranks over `cp` ranks
+    (`models/context_heads.py`).
+    """
     if cp == 1:
         return ""
-    if spec.is_recurrent:
-        return (
-            f"{spec.architecture} has layers that carry a state along each sample, which no rank passes on to the "
-            "next. Use cp=1"
-        )
-    if spec.vision is None:
+    if spec.vision is not None:
+        return f"images of {spec.architecture} are not cut over ranks. Use cp=1"
+    heads, groups = 0, 1
+    parts = ""
+    if (net := spec.delta_net) is not None:
+        heads = net.num_key_heads // tp
+        parts = f"{heads} key heads of gated delta nets"
+    elif (mamba := spec.mamba) is not None:
+        heads = mamba.num_heads // tp
+        # If there are fewer groups than tensor-parallel ranks, each has a part of one.
+        groups = max(1, mamba.num_groups // tp)
+        parts = f"{heads} Mamba heads in {groups} group{'s' * (groups > 1)}"
+
+    def fits(size: int) -> bool:
+        # Ranks that compute heads of the same group have a copy of its rows each.
+        return heads % size == 0 and (groups % size == 0 or size % groups == 0)
+
+    if fits(cp):
         return ""
-    return f"images of {spec.architecture} are not cut over ranks. Use cp=1"
+    fitting = ", ".join(str(size) for size in range(1, heads + 1) if fits(size))
+    return f"it does not divide the {parts} that each of tp={tp} ranks has. Sizes that fit: {fitting}"
 
 
 def misfits(

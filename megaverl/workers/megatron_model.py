@@ -179,8 +179,9 @@ class MegatronModel(TrainingModel):
         if not options.initialize:
             fields["perform_initialization"] = False
         self.config = transformer_config(spec, grid.shape, options.dtype, fields)
-        if reason := why_rows_not_cut(spec, grid.shape.cp) or why_not_cut(self.config):
-            raise ModelError(f"{role}.cp={grid.shape.cp}: {reason}.")
+        cp, tp = grid.shape.cp, grid.shape.tp
+        if reason := why_rows_not_cut(spec, cp=cp, tp=tp) or why_not_cut(self.config):
+            raise ModelError(f"{role}.cp={cp}: {reason}.")
         if spec.vision is not None:
             self.vision = VisionReader(
                 spec.vision.image_token, spec.vision.merge, grid.is_first_stage
@@ -330,7 +331,9 @@ class MegatronModel(TrainingModel):
         reason = why_padded(self.config)
         if reason and not self.grid.rank:
             logger.warning("%s.pack_samples: rows are padded: %s", self.role, reason)
-        return None if reason else packer(self.config, self.part)
+        if reason:
+            return None
+        return packer(self.config, self.part, with_states=self.spec.is_recurrent)
 
     @property
     def held(self) -> list[torch.Tensor]:

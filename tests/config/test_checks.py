@@ -464,12 +464,12 @@ def test_what_an_engine_of_gated_delta_nets_cannot_do(mistakes, tmp_path) -> Non
     found = mistakes(
         "rollout.vllm={quantization: fp8, speculative_config: {method: ngram, num_speculative_tokens: 2}}",
         "model.dtype=bfloat16",
-        "actor.cp=2",
-        "run.nproc=2",
+        "actor={tp: 2, cp: 16}",
+        "run.nproc=32",
     )
     assert "not compared in few bits" in found["rollout.vllm.quantization"]
     assert "refused draft" in found["rollout.vllm.speculative_config"]
-    assert "carry a state along each sample" in found["actor.cp"]
+    assert "8 key heads of gated delta nets that each of tp=2" in found["actor.cp"]
 
 
 def test_what_models_with_mamba_layers_cannot_do(mistakes, tmp_path):
@@ -483,12 +483,12 @@ def test_what_models_with_mamba_layers_cannot_do(mistakes, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | nemotron))
     assert "4 Mamba groups" in mistakes("actor.tp=3", "run.nproc=3")["actor.tp"]
     for override, said in (
-        ("actor.cp=2", "carry a state along each sample"),
+        ("actor.cp=3", "Sizes that fit: 1, 2, 4, 8."),
         ("rollout.vllm.quantization=fp8", "not compared in few bits"),
         ("actor.fake_quantization=fp8_per_block", "not compared in few bits"),
         ("rollout.batch_invariant=true", "in different chunks"),
     ):
-        found = mistakes(override, "run.nproc=2", "model.dtype=bfloat16")
+        found = mistakes(override, "run.nproc=6", "model.dtype=bfloat16")
         assert said in found[override.partition("=")[0]], override
 
 

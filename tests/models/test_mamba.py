@@ -145,14 +145,11 @@ def test_mamba_ssm_gets_what_the_scan_gets(monkeypatch: pytest.MonkeyPatch) -> N
     spec = spec_of(conv_size=4, bias=True)
     layer = SimpleNamespace(
         mamba=spec,
-        num_heads=HEADS,
-        num_groups=GROUPS,
         num_sharing=1,
-        inner_size=spec.inner_size,
-        group_rows=spec.group_rows,
         A_log=torch.randn(HEADS),
         D=torch.randn(HEADS),
         dt_bias=torch.randn(HEADS),
+        exchange=SimpleNamespace(of_own_heads=lambda values: values),
     )
     for rows, positions in (
         (1, torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 3, 0])),

@@ -711,8 +711,11 @@ def test_qwen3_next() -> None:
 
 def test_what_gated_delta_nets_rule_out() -> None:
     found = spec(**QWEN3_NEXT)
-    assert "carry a state" in why_rows_not_cut(found, 2)
-    assert not why_rows_not_cut(found, 1)
+    assert not why_rows_not_cut(found, cp=4, tp=1)
+    assert not why_rows_not_cut(found, cp=2, tp=2)
+    assert why_rows_not_cut(found, cp=4, tp=2) == (
+        "it does not divide the 2 key heads of gated delta nets that each of tp=2 ranks has. Sizes that fit: 1, 2"
+    )
     assert "in different chunks" in why_not_batch_invariant(found)
 
 
@@ -887,7 +890,12 @@ def test_what_models_with_mamba_layers_cannot_do() -> None:
     assert misfit.fitting == [1, 2]
     one_group = spec(**NEMOTRON_H | {"n_groups": 1})
     assert not misfits(one_group, tp=2) and not misfits(one_group, tp=2, engine=True)
-    assert "Use cp=1" in why_rows_not_cut(found, 2)
+    assert why_rows_not_cut(found, cp=3, tp=1) == (
+        "it does not divide the 12 Mamba heads in 4 groups that each of tp=1 ranks has. Sizes that fit: 1, 2, 4, 12"
+    )
+    # Two ranks for each group.
+    assert not why_rows_not_cut(found, cp=4, tp=1)
+    assert not why_rows_not_cut(one_group, cp=3, tp=2)
     assert "in different chunks" in why_not_batch_invariant(found)
     assert "in few bits" in why_not_quantised(found)
 
@@ -1889,5 +1897,5 @@ def test_another_tower_is_refused_in_words() -> None:
 
 def test_images_are_not_cut_over_context_parallel_ranks() -> None:
     found = ModelSpec.from_config(QWEN2_VL)
-    assert "Use cp=1" in why_rows_not_cut(found, 2)
-    assert not why_rows_not_cut(found, 1)
+    assert "Use cp=1" in why_rows_not_cut(found, cp=2, tp=1)
+    assert not why_rows_not_cut(found, cp=1, tp=1)

@@ -9,6 +9,8 @@ import pytest
 
 from megaverl.config import load_config
 from megaverl.config.grids import OfflineCommand
+from megaverl.data.tokenizers import load_tokenizer
+from megaverl.models.tiny import make_tiny_folder
 from megaverl.planner.collectives import received_in_collectives
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
@@ -32,6 +34,8 @@ GRIDS = {
     "pipeline": ["actor={tp: 1, pp: 2}"],
     "data": ["actor={tp: 1, pp: 1}"],
     "full recomputation": ["actor={tp: 2, pp: 1, activation_checkpointing: full}"],
+    "context": ["actor={tp: 1, pp: 1, cp: 2}"],
+    "context recomputed": ["actor={tp: 1, cp: 2, activation_checkpointing: full}"],
     "sequence parallel": ["actor={tp: 2, pp: 1, megatron: {sequence_parallel: true}}"],
 }
 
@@ -60,23 +64,58 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_plan_counts_what_ranks_count(
     grid: str, launch: Launcher, inputs: Path, prompts: Path, tmp_path: Path
 ) -> None:
+    compare(launch, inputs, prompts, tmp_path, inputs / "model", GRIDS[grid])
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM"]
+)
+def test_the_plan_counts_the_exchange_of_layers_with_a_state(
+    architecture: str,
+    checkpointing: str,
+    launch: Launcher,
+    inputs: Path,
+    prompts: Path,
+    tmp_path: Path,
+) -> None:
+    """Half of Qwen3-Next's layers here have one, and all of Falcon-H1's, beside attention."""
+    tokenizer = load_tokenizer(inputs / "model")
+    folder = make_tiny_folder(
+        tmp_path / "model",
+        architecture,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    tokenizer.save(folder)
+    grid = [f"actor={{tp: 1, cp: 2, activation_checkpointing: {checkpointing}}}"]
+    compare(launch, inputs, prompts, tmp_path, folder, grid)
+
+
+def compare(
+    launch: Launcher,
+    inputs: Path,
+    prompts: Path,
+    tmp_path: Path,
+    model: Path,
+    grid: list[str],
+) -> None:
+    """Compare the plan of a run of two steps with what its ranks count."""
     arguments = [
         f"--config={inputs / 'run.yaml'}",
-        f"model.path={inputs / 'model'}",
+        f"model.path={model}",
         f"data.train={prompts}",
         f"reward={json.dumps({'function': str(inputs / 'reward.py') + ':letters'})}",
         f"run.dir={tmp_path}",
         "rollout.engine=hf",
         *STEP,
-        *GRIDS[grid],
+        *grid,
     ]
     assert launch.world(
         2, "tests.trainer.ranks:attempt", command="train", arguments=arguments
     ) == [{}, {}]
-    spec = ModelSpec.from_config(
-        json.loads((inputs / "model" / "config.json").read_text())
-    )
-    job = make(spec, 2, *STEP, *GRIDS[grid], "model.dtype=float32")
+    spec = ModelSpec.from_config(json.loads((model / "config.json").read_text()))
+    job = make(spec, 2, *STEP, *grid, "model.dtype=float32")
     load = StepLoad(
         job, Hardware.read("cpu"), LengthDistribution.fixed(PROMPT, RESPONSE), None
     )

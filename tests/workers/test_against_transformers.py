@@ -279,12 +279,18 @@ SPECIAL: dict[str, list[dict[str, int]]] = {
     "Ernie4_5_MoeForCausalLM": [{"tp": 2}, {"dp": 2, "ep": 2}],
     "InternLM3ForCausalLM": [{"tp": 2}],
     "BailingMoeV2ForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
-    "Qwen3NextForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
-    "Qwen3_5ForCausalLM": [{"tp": 2}],
+    "Qwen3NextForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"cp": 2}],
+    "Qwen3_5ForCausalLM": [{"tp": 2}, {"tp": 2, "cp": 2}],
     "Qwen3_5MoeForCausalLM": [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
-    "NemotronHForCausalLM": [{"tp": 2}, {"pp": 2}],
-    # Four ranks share two groups.
-    "FalconH1ForCausalLM": [{"tp": 2}, {"pp": 2}, {"tp": 4}],
+    "NemotronHForCausalLM": [{"tp": 2}, {"pp": 2}, {"cp": 2}],
+    # Four ranks share two groups, and two context-parallel ones a rank's group.
+    "FalconH1ForCausalLM": [
+        {"tp": 2},
+        {"pp": 2},
+        {"tp": 4},
+        {"tp": 2, "cp": 2},
+        {"tp": 4, "cp": 2},
+    ],
     "Llama4ForCausalLM": [
         {"tp": 2},
         {"pp": 2},
@@ -378,6 +384,8 @@ STATES: dict[str, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
     "Qwen3NextForCausalLM": {
         "packed": ({}, {"activation_checkpointing": "full"}),
         "padded": ({}, {"pack_samples": False}),
+        "context": ({"cp": 2}, {"activation_checkpointing": "full"}),
+        "context, padded": ({"cp": 2}, {"pack_samples": False}),
     },
     "NemotronHForCausalLM": {
         "one": ({}, {}),
@@ -387,6 +395,7 @@ STATES: dict[str, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
         "recomputed": ({"dp": 2}, {"activation_checkpointing": "full"}),
         "parts recomputed": ({}, {"activation_checkpointing": "selective"}),
         "shards": ({"dp": 2}, {"fsdp": {}}),
+        "context": ({"tp": 2, "cp": 2}, {"megatron": {"sequence_parallel": True}}),
     },
     "FalconH1ForCausalLM": {
         "one": ({}, {}),
@@ -395,6 +404,8 @@ STATES: dict[str, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
         "padded": ({}, {"pack_samples": False}),
         "recomputed": ({"dp": 2}, {"activation_checkpointing": "full"}),
         "shards": ({"dp": 2}, {"fsdp": {}}),
+        "context": ({"cp": 2}, {"activation_checkpointing": "full"}),
+        "context, padded": ({"cp": 2}, {"pack_samples": False}),
     },
     "Llama4ForCausalLM": {
         "one": ({}, {}),
