@@ -20,8 +20,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from megaverl.config.megatron_defaults import ddp_defaults
-from megaverl.planner.costs import attention_share, exchanged_numbers, state_share
+from megaverl.planner.costs import exchanged_numbers
 from megaverl.planner.job import Role
+from megaverl.planner.layer_parts import mean_parts
 from megaverl.planner.operators import (
     StepLoad,
     micro_batches,
@@ -106,18 +107,19 @@ def _tensor(
     if tp == 1:
         return 0.0
     share = (tp - 1) / tp
-    num_layers = sum(role.layers(0))
+    # Two messages for each output, forward and backward.
+    num_outputs = sum(role.layers(0)) * mean_parts(role.spec).num_outputs
     is_split = _sequence_shards(role) > 1
-    forward = 4.0
-    # Under sequence parallelism the backward pass gathers the inputs of both
-    # column-parallel layers once more.
-    backward = 6.0 if is_split else 4.0
+    forward = 2.0
+    # Under sequence parallelism the backward pass gathers the inputs of column-parallel
+    # layers once more.
+    backward = 3.0 if is_split else 2.0
     repeats = 1.0 if Recompute.read(role.recompute).granularity == "full" else 0.0
     passes = forward + (backward + repeats * forward if updates else 0.0)
     # The embedding is summed once: an all-reduce, or a reduce-scatter and in the
     # backward pass an all-gather.
     embedding = (2.0 if updates else 1.0) if is_split else 2.0
-    total = num_layers * passes * hidden * share + embedding * hidden * share
+    total = num_outputs * passes * hidden * share + embedding * hidden * share
     if role.grid.pp == 1 and not role.value_head:
         total += VOCABULARY_SUMS * 2 * 4 * responses * share
         # The gradient of the head's input is summed; under sequence parallelism its
@@ -139,7 +141,7 @@ def _context(load: StepLoad, role: Role, tokens: float, *, updates: bool) -> flo
     spec, grid = role.spec, role.grid
     if grid.cp == 1:
         return 0.0
-    num_layers = sum(role.layers(0))
+    num_layers, parts = sum(role.layers(0)), mean_parts(spec)
     recompute = Recompute.read(role.recompute)
     is_full = recompute.granularity == "full"
     # A pass of the update that is repeated receives once more.
@@ -147,10 +149,10 @@ def _context(load: StepLoad, role: Role, tokens: float, *, updates: bool) -> flo
     has_core_twice = is_full or "core_attn" in recompute.modules
     core_passes = (2 + has_core_twice) if updates else 1
     width = 2 * max(spec.num_kv_heads / grid.tp, 1) * spec.head_dim
-    received = attention_share(spec) * core_passes * (grid.cp - 1) * width
+    received = parts.attention * core_passes * (grid.cp - 1) * width
     if spec.is_recurrent:
         exchanged = sum(exchanged_numbers(spec, grid)) * (grid.cp - 1) / grid.cp
-        received += state_share(spec) * layer_passes * exchanged
+        received += parts.num_states * layer_passes * exchanged
     return load.actor.itemsize * num_layers * tokens * received
 
 

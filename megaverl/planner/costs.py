@@ -9,11 +9,13 @@ path, as rings do (Thakur et al. 2005), after the latency of its rounds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megaverl.distributed.grid import GridShape
 from megaverl.planner.buffers import ITEMSIZE
 from megaverl.planner.hardware import Hardware
+from megaverl.planner.layer_parts import LayerParts, mean_parts
 from megaverl.planner.stages import Recompute, padded_vocab_size
 from megaverl.sharding.model_spec import DeltaNetSpec, MambaSpec, ModelSpec
 
@@ -190,6 +192,10 @@ class ModelCosts:
             hardware.elementwise_efficiency or hardware.memory_efficiency
         )
         self.kernel = hardware.kernel_us * 1e-6
+        # By whether layers have routed experts.
+        self.parts = {
+            is_moe: mean_parts(spec, is_moe=is_moe) for is_moe in (False, True)
+        }
 
     def product(
         self,
@@ -227,15 +233,22 @@ class ModelCosts:
         return nbytes / self.memory * self.slower
 
     def elementwise(
-        self, tokens: float, tp: int, *, sequence_parallel: bool = False
+        self,
+        tokens: float,
+        tp: int,
+        parts: LayerParts,
+        *,
+        sequence_parallel: bool = False,
     ) -> float:
         """Return the seconds of a layer's norms, residuals and rotations. The MLP's activation is separate."""
         spec = self.spec
         # Norms and residuals are split over ranks only under sequence parallelism,
         # rotations always are.
         split = tp if sequence_parallel else 1
-        hidden_width = 10 * spec.hidden_size / split
-        head_width = 4 * spec.num_heads * spec.head_dim / tp
+        hidden_width = 5 * parts.num_norms * spec.hidden_size / split
+        # Convolutions of layers with a state count as rotations.
+        mixers = min(1.0, parts.attention + parts.num_states)
+        head_width = 4 * mixers * spec.num_heads * spec.head_dim / tp
         return self.moved(self.itemsize * tokens * (hidden_width + head_width))
 
     def layer(
@@ -246,25 +259,27 @@ class ModelCosts:
         is_moe: bool,
         sequence_parallel: bool,
     ) -> LayerPasses:
-        """Return one decoder layer's passes over a micro-batch on a rank, without recomputation."""
+        """Return a decoder layer's passes over a micro-batch on a rank, without recomputation.
+
+        It is the mean over layers with routed experts, or over those without.
+        """
         spec, tp, size = self.spec, grid.tp, self.itemsize
+        parts = self.parts[is_moe]
         tokens = batch.tokens / grid.cp
-        products = self._attention_products(tokens, tp)
-        # Of the average layer, as gated delta nets have no pairs.
-        attention = self._attention(batch.pairs / (grid.cp * tp)) * attention_share(
-            spec
+        products = self._mixer_products(tokens, tp, parts)
+        attention = parts.attention * self._attention(batch.pairs / (grid.cp * tp))
+        elementwise = self.elementwise(
+            tokens, tp, parts, sequence_parallel=sequence_parallel
         )
-        elementwise = self.elementwise(tokens, tp, sequence_parallel=sequence_parallel)
         hidden = size * tokens * spec.hidden_size
-        # Two all-gathers and two reduce-scatters, or two all-reduces, which move as
-        # many bytes.
-        # A Mamba-2 layer beside attention has messages of its own.
-        blocks = 2 + spec.has_mamba_beside_attention
+        # For each output an all-gather and a reduce-scatter, or an all-reduce, which
+        # moves as many bytes.
         if sequence_parallel:
-            wait = 2 * blocks * self.links.gather(hidden, tp)
+            wait = 2 * parts.num_outputs * self.links.gather(hidden, tp)
         else:
-            wait = blocks * self.links.all_reduce(hidden, tp)
-        kernels: float = FORWARD_KERNELS
+            wait = parts.num_outputs * self.links.all_reduce(hidden, tp)
+        # Launches were counted in layers with attention and an MLP.
+        kernels = FORWARD_KERNELS * parts.num_norms / 2
         if is_moe and spec.moe is not None:
             expert, moved, away = self._experts(tokens, grid)
             products += expert
@@ -273,8 +288,9 @@ class ModelCosts:
             # A GPU computes all experts in one grouped product.
             kernels += EXPERT_KERNELS if self.hardware.cores else 8
         else:
-            products += self._mlp(tokens, spec.ffn_hidden_size / tp)
-            elementwise += self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)
+            products += parts.mlp * self._mlp(tokens, spec.ffn_hidden_size / tp)
+            activation = self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)
+            elementwise += parts.mlp * activation
         launches = kernels * self.kernel
         backward_factor = self.hardware.backward_factor
         forward = products + attention + elementwise + launches
@@ -285,9 +301,8 @@ class ModelCosts:
             + FLASH_BACKWARD * attention
             + backward_factor * (elementwise + launches)
         )
-        wait += self._exchange(tokens, grid)
-        # Of the average layer, as for the pairs.
-        nbytes = self._context_bytes(tokens, grid) * attention_share(spec)
+        wait += parts.num_states * self._exchange(tokens, grid)
+        nbytes = parts.attention * self._context_bytes(tokens, grid)
         ring = self.links.gather(nbytes, grid.cp, tp)
         # On a CPU, keys and values are gathered first, and attention then runs in two
         # parts.
@@ -350,10 +365,9 @@ class ModelCosts:
         if recompute.granularity == "full":
             recomputed = passes.forward
         elif "core_attn" in recompute.modules:
-            recomputed = Duration(
-                self._attention(batch.pairs / (grid.cp * grid.tp))
-                * attention_share(self.spec)
-            )
+            share = mean_parts(self.spec).attention
+            pairs = batch.pairs / (grid.cp * grid.tp)
+            recomputed = Duration(share * self._attention(pairs))
         if {"mlp", "moe"} & set(recompute.modules):
             # An MLP, or its experts, is about 60 % of a layer's forward pass.
             recomputed = recomputed + passes.forward * 0.6
@@ -411,31 +425,30 @@ class ModelCosts:
             (query_width, spec.hidden_size),
         ]
 
-    def _attention_products(self, tokens: float, tp: int) -> float:
-        """Return the seconds of the products of the average layer's attention or gated delta net.
+    def _mixer_products(self, tokens: float, tp: int, parts: LayerParts) -> float:
+        """Return the seconds of the products of attention, gated delta nets and Mamba-2 layers in a layer."""
+        spec = self.spec
+        seconds = parts.attention * self._products(tokens, self._attention_shapes(tp))
+        if (net := spec.delta_net) is not None:
+            shapes = delta_net_shapes(net, spec.hidden_size, tp)
+            rule = self._in_heads(tokens * rule_flops(net) / tp)
+            seconds += parts.delta_net * (self._products(tokens, shapes) + rule)
+        if (mamba := spec.mamba) is not None:
+            shapes = [
+                (spec.hidden_size, mamba.in_rows / tp),
+                (mamba.inner_size / tp, spec.hidden_size),
+            ]
+            scanned = self._in_heads(tokens * scan_flops(mamba) / tp)
+            seconds += parts.mamba * (self._products(tokens, shapes) + scanned)
+        return seconds
 
-        A Mamba-2 layer beside attention is added.
-        """
-        products = sum(
-            self.product(tokens, inner, columns)
-            for inner, columns in self._attention_shapes(tp)
-        )
-        if self.spec.has_mamba_beside_attention and self.spec.mamba is not None:
-            mamba, hidden = self.spec.mamba, self.spec.hidden_size
-            products += self.product(tokens, hidden, mamba.in_rows / tp)
-            products += self.product(tokens, mamba.inner_size / tp, hidden)
-            scanned = tokens * scan_flops(mamba) / tp
-            products += scanned / (self.peak * self.hardware.attention_efficiency)
-        if (net := self.spec.delta_net) is None:
-            return products
-        share = attention_share(self.spec)
-        of_net = sum(
-            self.product(tokens, inner, columns)
-            for inner, columns in delta_net_shapes(net, self.spec.hidden_size, tp)
-        )
-        rule = tokens * rule_flops(net) / tp
-        of_net += rule / (self.peak * self.hardware.attention_efficiency)
-        return share * products + (1 - share) * of_net
+    def _products(self, tokens: float, shapes: Sequence[tuple[float, float]]) -> float:
+        """Return the seconds of products of [tokens, inner] with [inner, columns]."""
+        return sum(self.product(tokens, inner, columns) for inner, columns in shapes)
+
+    def _in_heads(self, flops: float) -> float:
+        """Return the seconds of operations within heads, at the rate of attention."""
+        return flops / (self.peak * self.hardware.attention_efficiency)
 
     def _mixer_flops(self) -> float:
         """Return the operations per token of all layers' attention, gated delta nets and Mamba-2 layers.
@@ -454,8 +467,7 @@ class ModelCosts:
         return total + spec.count_layers("mamba") * mamba_flops(spec)
 
     def _attention(self, pairs: float) -> float:
-        flops = 4 * pairs * self.spec.num_heads * self.spec.head_dim
-        return flops / (self.peak * self.hardware.attention_efficiency)
+        return self._in_heads(4 * pairs * self.spec.num_heads * self.spec.head_dim)
 
     def _mlp(self, tokens: float, width: float) -> float:
         hidden = self.spec.hidden_size
@@ -490,14 +502,13 @@ class ModelCosts:
         return products, moved, wait
 
     def _exchange(self, tokens: float, grid: GridShape) -> float:
-        """Return the seconds in which layers with a state exchange tokens for heads and back, in the average layer."""
+        """Return the seconds in which a layer with a state exchanges tokens for heads, and back."""
         if grid.cp == 1 or not self.spec.is_recurrent:
             return 0.0
-        seconds = sum(
+        return sum(
             self.links.all_to_all(self.itemsize * tokens * numbers, grid.cp, grid.tp)
             for numbers in exchanged_numbers(self.spec, grid)
         )
-        return state_share(self.spec) * seconds
 
     def _context_bytes(self, tokens: float, grid: GridShape) -> float:
         """Return the bytes of keys and values of all context-parallel ranks."""
@@ -509,18 +520,6 @@ def layers_of(spec: ModelSpec) -> dict[bool, int]:
     """Return the number of dense (False) and of mixture-of-experts (True) layers."""
     num_routed = spec.count_layers("moe")
     return {False: spec.num_layers - num_routed, True: num_routed}
-
-
-def attention_share(spec: ModelSpec) -> float:
-    """Return the fraction of layers that have attention. The others are gated delta nets."""
-    return spec.count_layers("attention") / spec.num_layers
-
-
-def state_share(spec: ModelSpec) -> float:
-    """Return the fraction of layers that carry a state along a row: gated delta nets or Mamba-2 layers."""
-    if spec.delta_net is not None:
-        return sum(spec.delta_net.layers) / spec.num_layers
-    return spec.count_layers("mamba") / spec.num_layers
 
 
 def exchanged_numbers(spec: ModelSpec, grid: GridShape) -> tuple[float, float]:
@@ -590,7 +589,7 @@ def attention_parameters(spec: ModelSpec) -> float:
         parameters = float(hidden * spec.head_dim * num_heads)
         if (net := spec.delta_net) is None:
             return parameters
-        share = attention_share(spec)
+        share = mean_parts(spec).attention
         taps = (2 * net.key_width + net.value_width) * net.conv_width
         of_net = taps + sum(
             inner * columns for inner, columns in delta_net_shapes(net, hidden, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from megaverl.planner.costs import (
     layers_of,
 )
 from megaverl.planner.job import PlannedJob
+from megaverl.planner.layer_parts import LayerParts, layers_by_parts
 from megaverl.planner.memory import UTILIZATION, kv_bytes_per_token
 from megaverl.sharding.quantization import bytes_per_weight
 
@@ -293,7 +295,7 @@ class EngineCosts:
         # memory, so the peak hardly matters.
         flops = self._token_flops * max(batch, 1.0) / self.tp
         share = (
-            hardware.matmul_share(flops / (4 * spec.num_layers))
+            hardware.matmul_share(flops / (2 * self._num_blocks))
             if hardware.cores
             else hardware.matmul_share(1e15)
         )
@@ -303,12 +305,15 @@ class EngineCosts:
         else:
             compute = model.read(read) + cache / model.memory + computed
         compute += self._kernels * model.kernel
-        moved = model.elementwise(batch, self.tp) + self._activation(batch)
+        moved = sum(
+            count * self._elementwise(batch, parts)
+            for parts, count in self._layers.items()
+        )
         if hardware.cores is not None:
             # A token's activations stay in the processor's cache, so elementwise work
             # runs at the memory's full rate.
             moved /= model.slower
-        compute += spec.num_layers * moved
+        compute += moved
         if self.eager and hardware.cores is None:
             # The GPU computes what has been launched while the host launches more.
             with_experts = layers_of(spec)[True]
@@ -318,28 +323,40 @@ class EngineCosts:
             hardware.decode_step_ms * 1e-3 + batch * hardware.decode_sequence_us * 1e-6
         )
         message = model.itemsize * batch * spec.hidden_size
-        return Duration(
-            compute, 2 * spec.num_layers * model.links.all_reduce(message, self.tp)
+        num_outputs = sum(
+            count * parts.num_outputs for parts, count in self._layers.items()
         )
+        return Duration(compute, num_outputs * model.links.all_reduce(message, self.tp))
 
-    def _activation(self, batch: float) -> float:
-        """Return the seconds of elementwise work in a layer's MLP."""
-        spec, width = self.model.spec, self.model.spec.ffn_hidden_size
+    @cached_property
+    def _layers(self) -> Counter[LayerParts]:
+        return layers_by_parts(self.model.spec)
+
+    @cached_property
+    def _num_blocks(self) -> float:
+        """Number of norms with what follows them: two in a layer with attention and an MLP."""
+        return sum(count * parts.num_norms for parts, count in self._layers.items())
+
+    def _elementwise(self, batch: float, parts: LayerParts) -> float:
+        """Return the seconds of elementwise work in a layer."""
+        model, spec = self.model, self.model.spec
+        width = parts.mlp * spec.ffn_hidden_size
         if spec.moe is not None:
-            width = spec.moe.experts_per_token * spec.moe.ffn_hidden_size
-        return self.model.moved(self.model.itemsize * batch * 5 * width / self.tp)
+            of_experts = spec.moe.experts_per_token * spec.moe.ffn_hidden_size
+            width += parts.experts * of_experts
+        activation = model.moved(model.itemsize * batch * 5 * width / self.tp)
+        return model.elementwise(batch, self.tp, parts) + activation
 
     @cached_property
     def _kernels(self) -> float:
         """Number of kernels of a decoding step."""
         spec, with_experts = self.model.spec, layers_of(self.model.spec)[True]
+        num_pairs = self._num_blocks / 2
         if self.model.hardware.cores is not None:
-            return (
-                spec.num_layers * FORWARD_KERNELS + with_experts * DECODE_EXPERT_KERNELS
-            )
+            return num_pairs * FORWARD_KERNELS + with_experts * DECODE_EXPERT_KERNELS
         latent = DECODE_LATENT_KERNELS if spec.mla is not None else 0
         return (
-            spec.num_layers * (DECODE_KERNELS + latent)
+            num_pairs * (DECODE_KERNELS + latent)
             + with_experts * DECODE_EXPERT_KERNELS_ON_GPU
         )
 

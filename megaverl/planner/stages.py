@@ -17,6 +17,7 @@ from typing import Any
 
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
+from megaverl.planner.layer_parts import LayerParts, layers_by_parts, mean_parts
 from megaverl.sharding.model_spec import DeltaNetSpec, MambaSpec, ModelSpec
 
 MORE = "more micro-batches"
@@ -271,54 +272,39 @@ class LayerShape:
 def layer_bytes(
     shape: LayerShape,
     sequence: int,
+    parts: LayerParts,
     *,
-    is_moe: bool = False,
     modules: tuple[str, ...] = (),
 ) -> float:
     """Return the bytes that one layer keeps per token on each rank.
 
     Args:
         sequence: length of a sequence, for attention that keeps its scores.
+        parts: parts of the layer, or their mean over several.
         modules: modules that selective recomputation does not keep (`recompute_modules`).
     """
-    spec, size, cut = shape.spec, shape.itemsize, shape.replicated
-    norms = 0 if "layernorm" in modules else size * spec.hidden_size / cut
-    # Inputs of the two norms, and outputs of the norms.
-    total = 2 * size * spec.hidden_size / cut + 2 * norms
-    total += attention_bytes(
+    spec, size = shape.spec, shape.itemsize
+    # Inputs of the norms, and their outputs.
+    of_norm = size * spec.hidden_size / shape.replicated
+    total = parts.num_norms * of_norm * (1 if "layernorm" in modules else 2)
+    total += parts.attention * attention_bytes(
         shape,
         sequence,
         keep_core="core_attn" not in modules,
         keep_up="mla_up_proj" not in modules,
     )
+    if spec.delta_net is not None:
+        total += parts.delta_net * delta_net_bytes(shape, spec.delta_net)
+    if spec.mamba is not None:
+        total += parts.mamba * mamba_bytes(shape, spec.mamba)
     if shape.dropout:
-        total += 2 * spec.hidden_size / cut
-    if is_moe and spec.moe is not None:
-        return total + (
-            0
-            if "moe" in modules
-            else moe_bytes(shape, keep_act="moe_act" not in modules)
-        )
-    if "mlp" in modules:
-        return total
-    return total + mlp_bytes(shape, spec.ffn_hidden_size, shape.tp)
-
-
-def attention_bytes(
-    shape: LayerShape, sequence: int, *, keep_core: bool = True, keep_up: bool = True
-) -> float:
-    """Return the bytes per token of queries, keys, values and of attention's output, the input of the projection.
-
-    With gated delta nets in some layers, it is the mean over all layers. A Mamba-2 layer
-    beside attention is added.
-    """
-    held = _attention_bytes(shape, sequence, keep_core=keep_core, keep_up=keep_up)
-    if shape.spec.has_mamba_beside_attention and shape.spec.mamba is not None:
-        held += mamba_bytes(shape, shape.spec.mamba)
-    if shape.spec.delta_net is None:
-        return held
-    share = shape.spec.count_layers("attention") / shape.spec.num_layers
-    return share * held + (1 - share) * delta_net_bytes(shape, shape.spec.delta_net)
+        total += parts.num_norms * spec.hidden_size / shape.replicated
+    if spec.moe is not None and "moe" not in modules:
+        keeps_act = "moe_act" not in modules
+        total += parts.experts * moe_bytes(shape, keep_act=keeps_act)
+    if "mlp" not in modules:
+        total += parts.mlp * mlp_bytes(shape, spec.ffn_hidden_size, shape.tp)
+    return total
 
 
 def delta_net_bytes(shape: LayerShape, net: DeltaNetSpec) -> float:
@@ -351,9 +337,10 @@ def mamba_bytes(shape: LayerShape, mamba: MambaSpec) -> float:
     return (held + size * inner) / shape.tp
 
 
-def _attention_bytes(
-    shape: LayerShape, sequence: int, *, keep_core: bool, keep_up: bool
+def attention_bytes(
+    shape: LayerShape, sequence: int, *, keep_core: bool = True, keep_up: bool = True
 ) -> float:
+    """Return the bytes per token of queries, keys, values and of attention's output, the input of the projection."""
     spec, size = shape.spec, shape.itemsize
     if spec.mla is not None:
         mla = spec.mla
@@ -476,34 +463,37 @@ class StageLoad:
 def stage_bytes(shape: LayerShape, load: StageLoad, recompute: Recompute) -> float:
     """Return the bytes that a stage's layers keep, with the layers that are recomputed one group at a time."""
     spec, size = shape.spec, shape.itemsize
-    full = {moe: layer_bytes(shape, load.sequence, is_moe=moe) for moe in (False, True)}
     num_layers = load.num_dense + load.num_moe
     backward = load.tokens * gradient_bytes(shape)
+    present = [
+        parts
+        for parts in layers_by_parts(spec)
+        if (load.num_moe if parts.experts else load.num_dense)
+    ]
+
+    def kept(parts: LayerParts, modules: tuple[str, ...] = ()) -> float:
+        return layer_bytes(shape, load.sequence, parts, modules=modules)
+
+    dense, routed = (mean_parts(spec, is_moe=is_moe) for is_moe in (False, True))
     if recompute.granularity != "full":
-        kept = {
-            moe: layer_bytes(
-                shape, load.sequence, is_moe=moe, modules=recompute.modules
-            )
-            for moe in (False, True)
-        }
-        per_token = load.num_dense * kept[False] + load.num_moe * kept[True]
+        per_token = load.num_dense * kept(dense, recompute.modules)
+        per_token += load.num_moe * kept(routed, recompute.modules)
         # The backward pass recomputes one layer at a time, so the largest one counts.
-        recomputed = 0.0
-        if load.num_dense:
-            recomputed = max(recomputed, full[False] - kept[False])
-        if load.num_moe:
-            recomputed = max(recomputed, full[True] - kept[True])
+        recomputed = max(
+            (kept(parts) - kept(parts, recompute.modules) for parts in present),
+            default=0.0,
+        )
         return load.tokens * (load.micro_batches * per_token + recomputed) + backward
     inputs = size * spec.hidden_size / shape.replicated
-    largest = full[True] if load.num_moe else full[False]
+    largest = max(map(kept, present), default=0.0)
     if recompute.method == "block":
         again_layers = min(recompute.num_layers, num_layers)
         moe_again = max(0, again_layers - load.num_dense)
         dense_kept = max(0, load.num_dense - again_layers)
         per_token = (
             again_layers * inputs
-            + dense_kept * full[False]
-            + (load.num_moe - moe_again) * full[True]
+            + dense_kept * kept(dense)
+            + (load.num_moe - moe_again) * kept(routed)
         )
         return load.tokens * (load.micro_batches * per_token + largest) + backward
     group = max(1, min(recompute.num_layers, num_layers))

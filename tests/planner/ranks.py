@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,12 @@ import torch.distributed as dist
 from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import LoraConfig
+from megaverl.data.prefix_tree import PrefixTree
 from megaverl.distributed.grid import GridShape
 from megaverl.models.mamba import Mamba2Mixer
 from megaverl.models.options import transformer_config
-from megaverl.planner.stages import LayerShape, mamba_bytes
+from megaverl.planner.layer_parts import LayerParts
+from megaverl.planner.stages import LayerShape, layer_bytes, mamba_bytes
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import make_plan
@@ -47,7 +51,45 @@ def kept_by_mamba(**changes: Any) -> tuple[float, float]:
     config = transformer_config(spec, GridShape(), torch.bfloat16)
     groups = manager().grid(GridShape()).pg_collection
     mixer = Mamba2Mixer(config, mamba, groups, has_in_norm=False)
-    weights = {weight.untyped_storage().data_ptr() for weight in mixer.parameters()}
+    num_tokens = 512
+    row = SimpleNamespace(positions=torch.arange(num_tokens) % 100)
+    hidden = torch.randn(num_tokens, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    with keeping(mixer) as kept:
+        mixer(hidden, packed_seq_params=row)
+    return sum(kept.values()) / num_tokens, mamba_bytes(LayerShape(spec), mamba)
+
+
+def kept_by_layers_of_one_part() -> list[tuple[str, float, float]]:
+    """Of each layer its kind, the bytes per token that it keeps, and those that the planner counts."""
+    spec = make_spec(
+        "NemotronHForCausalLM",
+        hidden_size=256,
+        ffn_hidden_size=1024,
+        num_layers=3,
+        layer_kinds=("mamba", "mlp", "mamba"),
+    )
+    model = MegatronModel(
+        spec,
+        manager().grid(GridShape()),
+        ModelOptions(dtype=torch.bfloat16, seed=0),
+    )
+    lengths = [100, 200, 212]
+    assert model.pack is not None
+    row = model.pack(lengths, PrefixTree.apart(3), width=212, multiple_of=1)
+    found = []
+    for kind, layer in zip(spec.layer_kinds, model.decoder_layers, strict=True):
+        hidden = torch.randn(512, 1, 256, dtype=torch.bfloat16, requires_grad=True)
+        with keeping(layer) as kept:
+            layer(hidden, attention_mask=None, packed_seq_params=row)
+        counted = layer_bytes(LayerShape(spec), max(lengths), LayerParts(**{kind: 1.0}))
+        found.append((kind, sum(kept.values()) / sum(lengths), counted))
+    return found
+
+
+@contextmanager
+def keeping(layer: torch.nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of each storage that the operators inside keep for the backward pass, without the layer's weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,12 +98,8 @@ def kept_by_mamba(**changes: Any) -> tuple[float, float]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    num_tokens = 512
-    row = SimpleNamespace(positions=torch.arange(num_tokens) % 100)
-    hidden = torch.randn(num_tokens, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        mixer(hidden, packed_seq_params=row)
-    return sum(kept.values()) / num_tokens, mamba_bytes(LayerShape(spec), mamba)
+        yield kept
 
 
 def trained(

@@ -170,6 +170,13 @@ def test_what_a_mamba_layer_keeps(has_norm: bool, launch: Launcher) -> None:
         assert counted == pytest.approx(kept, rel=0.05)
 
 
+def test_what_layers_of_one_part_keep(launch: Launcher) -> None:
+    [found] = launch.world(1, "tests.planner.ranks:kept_by_layers_of_one_part")
+    assert [kind for kind, *_ in found] == ["mamba", "mlp", "mamba"]
+    for kind, kept, counted in found:
+        assert counted == pytest.approx(kept, rel=0.02), kind
+
+
 @pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
 def test_bytes_with_adapters_are_exact(
     critic: bool, launch: Launcher, tmp_path: Path

@@ -14,7 +14,10 @@ from megaverl.errors import GridError
 from megaverl.models.architectures import weights_of
 from megaverl.planner.advice import advise, shortages, with_settings
 from megaverl.planner.buffers import BufferOptions, Parameter, make_buffer
+from megaverl.planner.costs import MicroBatchLoad, ModelCosts
+from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import GB, Machine
+from megaverl.planner.layer_parts import LayerParts, layers_by_parts, mean_parts
 from megaverl.planner.memory import MemoryModel, RankMemory
 from megaverl.planner.stages import (
     CHUNK_BYTES,
@@ -22,6 +25,7 @@ from megaverl.planner.stages import (
     Recompute,
     StageLoad,
     attention_bytes,
+    gradient_bytes,
     in_flight,
     keys_per_token,
     layer_bytes,
@@ -97,10 +101,12 @@ def test_a_gpt_layer_keeps_what_the_paper_says(
     expected = paper_layer_bytes(
         sequence, 1, hidden, heads, tp, sequence_parallel=sequence_parallel
     )
-    assert sequence * layer_bytes(shape, sequence) == pytest.approx(expected)
+    assert sequence * layer_bytes(shape, sequence, mean_parts(spec)) == pytest.approx(
+        expected
+    )
     without = expected - 5 * heads * sequence**2 / tp
     assert sequence * layer_bytes(
-        shape, sequence, modules=("core_attn",)
+        shape, sequence, mean_parts(spec), modules=("core_attn",)
     ) == pytest.approx(without)
 
 
@@ -177,6 +183,65 @@ def test_micro_batches_in_flight() -> None:
     )
 
 
+def test_layers_of_one_part_are_counted_by_their_parts() -> None:
+    """Of seven layers three have Mamba-2, one attention and three an MLP."""
+    kinds = ("mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp")
+    spec = make_spec("NemotronHForCausalLM", num_layers=7, layer_kinds=kinds)
+    layers = layers_by_parts(spec)
+    assert layers == {
+        LayerParts(mamba=1.0): 3,
+        LayerParts(attention=1.0): 1,
+        LayerParts(mlp=1.0): 3,
+    }
+    mean = mean_parts(spec, is_moe=False)
+    assert mean == mean_parts(spec)
+    assert (mean.num_norms, mean.num_outputs) == (pytest.approx(1), pytest.approx(1))
+    assert mean_parts(spec, is_moe=True) == LayerParts()
+    shape, load = LayerShape(spec), StageLoad(7, 0, 100, 50, 1.0)
+    kept = {parts: layer_bytes(shape, 50, parts) for parts in layers}
+    total = sum(kept[parts] * count for parts, count in layers.items())
+    assert 7 * layer_bytes(shape, 50, mean) == pytest.approx(total)
+    # One layer is recomputed at a time, and the largest needs most.
+    inputs, largest = 7 * 2 * spec.hidden_size, max(kept.values())
+    assert stage_bytes(shape, load, Recompute("full", "uniform", 1)) == pytest.approx(
+        100 * (inputs + largest + gradient_bytes(shape))
+    )
+
+
+def test_a_layers_time_is_that_of_its_parts() -> None:
+    """Of a layer with attention, Mamba-2 and an MLP; and of a mean layer."""
+    spec = make_spec("FalconH1ForCausalLM", hidden_size=512)
+    costs = ModelCosts(spec, Hardware.read("h100"), "bfloat16")
+    batch, grid = MicroBatchLoad(4096, 4096 * 1024), GridShape(tp=2)
+
+    def seconds(**parts: float) -> float:
+        costs.parts[False] = LayerParts(**parts)
+        passes = costs.layer(batch, grid, is_moe=False, sequence_parallel=False)
+        return passes.forward.compute
+
+    mixers = [seconds(attention=1.0), seconds(mamba=1.0)]
+    mlp = seconds(mlp=1.0)
+    both = seconds(attention=1.0, mamba=1.0, mlp=1.0)
+    # Mixers side by side have one norm, and one set of launches.
+    shared = seconds(attention=1.0, mlp=1.0) - mixers[0] - mlp
+    assert shared == pytest.approx(0.0, abs=1e-12)
+    assert max(*mixers) + mlp < both < sum(mixers) + mlp
+    mean = seconds(attention=0.25, mamba=0.25, mlp=0.5)
+    assert mean == pytest.approx(sum(mixers) / 4 + mlp / 2)
+
+
+def test_parts_of_layers_with_a_mixer_and_an_mlp() -> None:
+    beside = layers_by_parts(make_spec("FalconH1ForCausalLM", num_layers=2))
+    assert beside == {LayerParts(attention=1.0, mamba=1.0, mlp=1.0): 2}
+    [parts] = beside
+    assert (parts.num_norms, parts.num_outputs) == (2, 3)
+    nets = layers_by_parts(make_spec("Qwen3NextForCausalLM"))
+    assert set(nets) == {
+        LayerParts(attention=1.0, experts=1.0),
+        LayerParts(delta_net=1.0, experts=1.0),
+    }
+
+
 def test_full_recomputation_keeps_one_input_a_group() -> None:
     spec = make_spec(hidden_size=64, ffn_hidden_size=256, num_layers=8)
     shape, load = (
@@ -185,7 +250,7 @@ def test_full_recomputation_keeps_one_input_a_group() -> None:
     )
     stored = [
         stage_bytes(shape, load, Recompute("full", "uniform", layers))
-        - layers * 100 * layer_bytes(shape, 50)
+        - layers * 100 * layer_bytes(shape, 50, mean_parts(spec))
         for layers in (1, 2, 8)
     ]
     one_input = 100 * 4 * 2 * 64

@@ -36,6 +36,9 @@ GRIDS = {
     "full recomputation": ["actor={tp: 2, pp: 1, activation_checkpointing: full}"],
     "context": ["actor={tp: 1, pp: 1, cp: 2}"],
     "context recomputed": ["actor={tp: 1, cp: 2, activation_checkpointing: full}"],
+    "attention of a context recomputed": [
+        "actor={tp: 1, cp: 2, megatron: {recompute_granularity: selective, recompute_modules: [core_attn]}}"
+    ],
     "sequence parallel": ["actor={tp: 2, pp: 1, megatron: {sequence_parallel: true}}"],
 }
 
