@@ -186,6 +186,8 @@ def grid_mistakes(
             and _sizes(grid) == _sizes(config.actor)
         )
         if grid.engine == "fsdp":
+            if spec and not has_actors_grid:
+                yield from _fsdp_against_model(role, grid, spec)
             continue
         is_draft = role == "draft"
         model = read_draft(config) if spec and is_draft else spec
@@ -432,6 +434,19 @@ def _fsdp_against_world(
             f"{role}.fsdp.shard_size",
             f"{text}{listed(divisors(replicas))}.",
             involves=("run.nproc",),
+        )
+
+
+def _fsdp_against_model(
+    role: str, grid: GridConfig, spec: ModelSpec
+) -> Iterator[ConfigIssue]:
+    """Yield a mistake if FSDP cannot cut the model's rows over ranks, as far as config.json says so."""
+    if grid.cp > 1 and spec.is_recurrent:
+        yield ConfigIssue(
+            f"{role}.cp",
+            f"found {grid.cp}; under {role}.engine=fsdp no rank passes on the state that layers of "
+            f"{spec.architecture} carry along a row. Use 1, or {role}.engine=megatron.",
+            involves=("model.path", f"{role}.engine"),
         )
 
 

@@ -482,6 +482,8 @@ def test_what_models_with_mamba_layers_cannot_do(mistakes, tmp_path):
     }
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | nemotron))
     assert "4 Mamba groups" in mistakes("actor.tp=3", "run.nproc=3")["actor.tp"]
+    under_fsdp = mistakes("actor={engine: fsdp, cp: 2}", "run.nproc=2")["actor.cp"]
+    assert "no rank passes on the state" in under_fsdp
     for override, said in (
         ("actor.cp=3", "Sizes that fit: 1, 2, 4, 8."),
         ("rollout.vllm.quantization=fp8", "not compared in few bits"),
