@@ -342,7 +342,7 @@ def test_an_environment_that_never_works_ends_the_run_in_words(
         *("train", f"--config={CONFIGS / 'guessing_game'}.yaml", *SHORT, *more),
         f"run.dir={run.parent}",
         "checkpoint.resume=never",
-        "environment.faults.backoff_seconds=0.0",
+        "environment.faults={backoff_seconds: 0.0, pause_seconds: 0.0}",
         "environment.name=tests.rollout.environments.own:NeverThere",
     ]
     ended = launch.command(command, logs=tmp_path)
