@@ -599,11 +599,11 @@ class Controller:
         begin, never = self._now(), set(self._present)
         while not self._evidence and not self._reason:
             await asyncio.sleep(interval)
-            statuses = await self.ask(sorted(self._present))
+            await self.ask(sorted(self._present))
             now = self._now()
             # A rank that has never answered has no heartbeat, so `who_is_silent` below
-            # cannot report it.
-            never = (never - statuses.keys()) & self._present
+            # cannot report it. Late answers count too.
+            never = (never - self._answers.keys()) & self._present
             if never and now - begin > watch.lost_after:
                 names = ", ".join(map(self._name, sorted(never)))
                 text = f"{names} has not been heard of for {now - begin:.0f} s, since the job began"

@@ -11,7 +11,12 @@ from megaverl.controller.failures import CallFailed
 from megaverl.controller.groups import WorkerGroup
 from megaverl.controller.references import PendingCall
 from megaverl.distributed.heartbeat import Heartbeat, RankWatch
-from tests.controller.simulation import Fault, SimulatedCluster, SimulatedOutcome
+from tests.controller.simulation import (
+    Fault,
+    Latencies,
+    SimulatedCluster,
+    SimulatedOutcome,
+)
 
 BEGIN = 20.0  # virtual seconds until the call that stalls
 WATCH = RankWatch(stalled_after=5.0, lost_after=8.0)
@@ -53,7 +58,9 @@ async def train(controller: Controller, failed_at: list[float]) -> None:
 
 
 def run(
-    *faults: Fault, watch: RankWatch | None = WATCH
+    *faults: Fault,
+    watch: RankWatch | None = WATCH,
+    latencies: Latencies | None = None,
 ) -> tuple[SimulatedOutcome, float]:
     """Return the end of a run, and the seconds from the start of the update to its failure (0: it had not begun)."""
     since: dict[int, float] = {}
@@ -72,7 +79,9 @@ def run(
             pid=7,
         )
 
-    cluster = SimulatedCluster(3, seed=3, faults=faults, observe=observe)
+    cluster = SimulatedCluster(
+        3, seed=3, faults=faults, latencies=latencies, observe=observe
+    )
     timeouts = CallTimeouts(call=60.0)
     outcome = cluster.run(
         lambda controller: train(controller, failed_at),
@@ -101,6 +110,14 @@ def test_a_rank_that_is_silent_is_named(event: int) -> None:
     assert isinstance(outcome.error, CallFailed)
     assert outcome.error.ranks == (2,)
     assert str(outcome.error).startswith("rank 2 has not been heard of for")
+
+
+def test_ranks_whose_answers_are_always_late_are_not_silent() -> None:
+    """Every answer comes after the controller has stopped waiting for it."""
+    slow = Latencies(message=(0.8, 0.9))
+    assert 2 * slow.message[0] > CallTimeouts().answer
+    outcome, _ = run(latencies=slow)
+    assert str(outcome.error).startswith("rank 1 stalls: it was in step 1")
 
 
 def test_ranks_that_wait_for_a_silent_one_do_not_wait_for_each_other() -> None:
