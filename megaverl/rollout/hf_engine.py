@@ -189,7 +189,7 @@ class HFEngine(Engine):
 
     @property
     def _counts_padding(self) -> bool:
-        """Whether attention depends on a token's place in its row, so that rows need prompts of equal length.
+        """Return whether attention depends on a token's place in its row, so that rows need prompts of equal length.
 
         Llama 4 scales queries and cuts chunks by that place (transformers 5.19).
         """
