@@ -450,9 +450,9 @@ def _fsdp_against_model(
         )
 
 
-def _sizes(grid: GridConfig) -> tuple[int | None, ...]:
-    """Return the grid's parallel sizes, to compare two grids."""
-    return grid.tp, grid.pp, grid.cp, grid.ep, grid.etp, grid.vpp
+def _sizes(grid: GridConfig) -> tuple[str, tuple[int | None, ...]]:
+    """Return the engine and the parallel sizes, to compare two grids."""
+    return grid.engine, (grid.tp, grid.pp, grid.cp, grid.ep, grid.etp, grid.vpp)
 
 
 def _against_model(

@@ -484,6 +484,13 @@ def test_what_models_with_mamba_layers_cannot_do(mistakes, tmp_path):
     assert "4 Mamba groups" in mistakes("actor.tp=3", "run.nproc=3")["actor.tp"]
     under_fsdp = mistakes("actor={engine: fsdp, cp: 2}", "run.nproc=2")["actor.cp"]
     assert "no rank passes on the state" in under_fsdp
+    # Each engine is checked by itself, also with equal sizes.
+    mixed = ("algorithm.name=ppo", "actor.cp=8", "critic={engine: fsdp, cp: 8}")
+    found = mistakes(*mixed, "run.nproc=8")
+    assert found.keys() == {"critic.cp"}
+    mixed = ("algorithm.name=ppo", "actor={engine: fsdp}", "actor.tp=3")
+    found = mistakes(*mixed, "critic={engine: megatron, tp: 3}", "run.nproc=3")
+    assert "4 Mamba groups" in found["critic.tp"]
     for override, said in (
         ("actor.cp=3", "Sizes that fit: 1, 2, 4, 8."),
         ("rollout.vllm.quantization=fp8", "not compared in few bits"),
