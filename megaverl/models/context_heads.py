@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.models.context_attention import places_by_rank
-from megaverl.models.packing import Packing, RowOrder
+from megaverl.models.packing import Packing, RowOrder, WholeRow
 from megaverl.platform import platform
 
 platform.adapt_megatron()
@@ -51,8 +51,7 @@ class HeadExchange:
         """Return the packing of the whole row, whose tokens `to_heads` returns. None: each row is one sequence."""
         if packing is None or self.size == 1:
             return packing
-        assert packing.whole is not None, "packed for a model without states"
-        return packing.whole.packing
+        return _whole(packing).packing
 
     def of_own_heads(self, values: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of values of all heads, such as a parameter: [heads, ...] -> [heads / cp, ...]."""
@@ -111,7 +110,12 @@ class HeadExchange:
         self, tokens: int, packing: Packing | None, device: torch.device
     ) -> RowOrder:
         if packing is not None:
-            assert packing.whole is not None, "packed for a model without states"
-            return packing.whole.order
+            return _whole(packing).order
         places = places_by_rank(tokens * self.size, self.size)
         return RowOrder.from_ranks(places).to(device)
+
+
+def _whole(packing: Packing) -> WholeRow:
+    """Return the row of which a packing has a part."""
+    assert packing.whole is not None, "packed for a model without states"
+    return packing.whole

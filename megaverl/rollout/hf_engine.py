@@ -179,10 +179,10 @@ class HFEngine(Engine):
     def _waves(self, prompts: Prompts, most: int) -> Iterator[Sequence[int]]:
         """Yield numbers of prompts that are generated together, at most `most` of them."""
         groups: dict[int, list[int]] = {}
+        is_by_length = self._counts_padding
         for number, prompt in enumerate(prompts):
-            groups.setdefault(len(prompt) if self._counts_padding else 0, []).append(
-                number
-            )
+            length = len(prompt) if is_by_length else 0
+            groups.setdefault(length, []).append(number)
         for numbers in groups.values():
             for start in range(0, len(numbers), most):
                 yield numbers[start : start + most]
